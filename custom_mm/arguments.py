@@ -1,15 +1,18 @@
 """Names an argument that is no tensor, once an operator has refused it: calls that succeed check nothing."""
 
+from collections.abc import Collection
+
 import torch
 
 
-def clearer(error: Exception, name: str, **given: object) -> Exception:
-    """A TypeError about the first of `given` that is neither a tensor nor None; `error` itself if there is none.
+def clearer(error: Exception, name: str, optional: Collection[str] = (), **given: object) -> Exception:
+    """A TypeError about the first of `given` that is no tensor; `error` itself if there is none. optional: names of
+    those that may be None.
 
     torch's own message for such a call has several lines and contains the argument's elements.
     """
     for what, x in given.items():
-        if x is not None and not isinstance(x, torch.Tensor):
+        if not isinstance(x, torch.Tensor) and not (x is None and what in optional):
             return TypeError(f"{name}: expected a torch.Tensor for {what}, got {type_name(x)}")
     return error
 

@@ -139,7 +139,7 @@ def cublaslt_matmul(
             return _cublaslt_matmul(a, b, bias, activation, transa, transb)
         torch.ops.custom_mm.cublaslt_matmul.out(a, b, bias, activation, transa, transb, out=c)
     except RuntimeError as error:
-        raise clearer(error, "cublaslt_matmul", a=a, b=b, bias=bias, c=c) from None
+        raise clearer(error, "cublaslt_matmul", ("bias", "c"), a=a, b=b, bias=bias, c=c) from None
     return c
 
 
@@ -169,5 +169,5 @@ def bias_act_(x: torch.Tensor, bias: torch.Tensor | None = None, activation: Act
     try:
         torch.ops.custom_mm.bias_act_.default(x, bias, activation)
     except RuntimeError as error:
-        raise clearer(error, "bias_act_", x=x, bias=bias) from None
+        raise clearer(error, "bias_act_", ("bias",), x=x, bias=bias) from None
     return x

@@ -151,7 +151,9 @@ def cusparse_spmm(
             return _cusparse_spmm(*arguments, prepared)
         torch.ops.custom_mm.cusparse_spmm.out(*arguments, beta, out=out)
     except RuntimeError as error:
-        raise clearer(error, "cusparse_spmm", values=values, b=b, out=out, prepared=prepared) from None
+        raise clearer(
+            error, "cusparse_spmm", ("out", "prepared"), values=values, b=b, out=out, prepared=prepared
+        ) from None
     return out
 
 

@@ -100,7 +100,7 @@ def attend(
         kept = q.new_empty(*q.shape[:3], k.size(2)) if probabilities and into is None else into
         return _forward(q, k, v, mask, scale, causal, PIECE_BYTES, kept), kept
     except RuntimeError as error:
-        raise about_mask(clearer(error, "attention", mask=mask, into=into), mask) from None
+        raise about_mask(clearer(error, "attention", ("mask", "into"), mask=mask, into=into), mask) from None
 
 
 def compose(

@@ -415,7 +415,9 @@ def bsr_spmm(
     try:
         return _spmm(crow, col, values, dense, columns, order, transposed, t_crow, t_col, t_order)
     except RuntimeError as error:
-        raise clearer(error, "bsr_spmm", crow=crow, col=col, values=values, dense=dense, order=order) from None
+        raise clearer(
+            error, "bsr_spmm", ("order",), crow=crow, col=col, values=values, dense=dense, order=order
+        ) from None
 
 
 def bsr_sddmm(
@@ -467,4 +469,4 @@ def bsr_sddmm(
     try:
         return _sddmm(crow, col, a, b, columns, height, width, order, t_crow, t_col, t_order)
     except RuntimeError as error:
-        raise clearer(error, "bsr_sddmm", crow=crow, col=col, a=a, b=b, order=order) from None
+        raise clearer(error, "bsr_sddmm", ("order",), crow=crow, col=col, a=a, b=b, order=order) from None

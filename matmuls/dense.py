@@ -78,7 +78,7 @@ def matmul(
             return _lt(a, b, bias, activation, transa, transb)
         _lt_out(a, b, bias, activation, transa, transb, out=out)
     except RuntimeError as error:
-        raise clearer(error, "matmul", a=a, b=b, bias=bias, out=out) from None
+        raise clearer(error, "matmul", ("bias", "out"), a=a, b=b, bias=bias, out=out) from None
     return out
 
 

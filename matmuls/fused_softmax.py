@@ -70,7 +70,7 @@ def scaled_masked_softmax(
             return (_masked if is_dynamo_compiling() else _call)(x, mask, scale, causal)
         _masked_(x, mask, scale, causal)
     except RuntimeError as error:
-        raise about_mask(clearer(error, _NAME, x=x, mask=mask), mask) from None
+        raise about_mask(clearer(error, _NAME, ("mask",), x=x, mask=mask), mask) from None
     return x
 
 
@@ -116,7 +116,7 @@ def scaled_masked_softmax_forward(
     try:
         return scaled_masked_softmax(x, _seed_mask(mask), number(_NAME, "a scale", scale))
     except AttributeError as error:
-        raise clearer(error, _NAME, mask=mask) from None
+        raise clearer(error, _NAME, ("mask",), mask=mask) from None
 
 
 def scaled_masked_softmax_backward(

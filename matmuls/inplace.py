@@ -60,7 +60,7 @@ def matmul_(
     try:
         _matmul_(a, b, transb, bias, keep_input, workspace)
     except RuntimeError as error:
-        raise clearer(error, "matmul_", a=a, b=b, bias=bias) from None
+        raise clearer(error, "matmul_", ("bias",), a=a, b=b, bias=bias) from None
     columns = b.shape[0 if transb else 1]
     return a if columns == a.shape[-1] else a[..., :columns]
 
@@ -101,7 +101,7 @@ def linear_(
     try:
         return matmul_(x, weight, transb=True, bias=bias, keep_input=keep_input, workspace=workspace)
     except TypeError as error:
-        raise clearer(error, "linear_", x=x, weight=weight, bias=bias) from None
+        raise clearer(error, "linear_", ("bias",), x=x, weight=weight, bias=bias) from None
 
 
 def feed_forward_(
@@ -154,6 +154,7 @@ def feed_forward_(
         raise clearer(
             error,
             "feed_forward_",
+            ("up_bias", "down_bias", "weight", "bias"),
             x=x,
             up=up,
             up_bias=up_bias,

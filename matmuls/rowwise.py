@@ -21,6 +21,7 @@ _scores_backward_: Callable[..., None] = _ops.scores_backward_.default
 _layer_norm_: Callable[..., None] = _ops.layer_norm_.default
 _rms_norm_: Callable[..., None] = _ops.rms_norm_.default
 
+_NORM_OPTIONAL = "weight", "bias", "residual"  # arguments of the norms that may be None
 PIECE_BYTES = 8 << 20  # bytes of the probabilities' gradient that inplace_softmax_backward holds at a time
 
 
@@ -92,7 +93,7 @@ def softmax(x: torch.Tensor, dim: int = -1, *, out: torch.Tensor | None = None) 
             return _softmax(x, dim)
         _softmax_out(x, dim, out=out)
     except RuntimeError as error:
-        raise clearer(error, "softmax", x=x, out=out) from None
+        raise clearer(error, "softmax", ("out",), x=x, out=out) from None
     return out
 
 
@@ -193,7 +194,7 @@ def layer_norm_(
     try:
         _layer_norm_(x, weight, bias, eps, residual)
     except RuntimeError as error:
-        raise clearer(error, "layer_norm_", x=x, weight=weight, bias=bias, residual=residual) from None
+        raise clearer(error, "layer_norm_", _NORM_OPTIONAL, x=x, weight=weight, bias=bias, residual=residual) from None
     return x
 
 
@@ -225,7 +226,7 @@ def rms_norm_(
     try:
         _rms_norm_(x, weight, eps, residual)
     except RuntimeError as error:
-        raise clearer(error, "rms_norm_", x=x, weight=weight, residual=residual) from None
+        raise clearer(error, "rms_norm_", _NORM_OPTIONAL, x=x, weight=weight, residual=residual) from None
     return x
 
 

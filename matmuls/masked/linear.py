@@ -425,7 +425,7 @@ def masked_linear(
     try:
         return _linear(x, w1, w2, rows, counts, b1, b2, known)
     except RuntimeError as error:
-        raise clearer(error, "masked_linear", x=x, w1=w1, w2=w2, b1=b1, b2=b2) from None
+        raise clearer(error, "masked_linear", ("b1", "b2"), x=x, w1=w1, w2=w2, b1=b1, b2=b2) from None
 
 
 class MaskedLinear:

@@ -24,7 +24,7 @@ void check(const Tensor& q, const Tensor& k, const Tensor& v, int64_t longest, d
                   q.size(1) % k.size(1) == 0,
               kName, ": expected q [T, H, D], k and v [keys, h, D] with h a divisor of H, got ", q.sizes(), ", ",
               k.sizes(), " and ", v.sizes());
-  TORCH_CHECK(at::isFloatingType(q.scalar_type()), kName, ": expected a floating-point dtype, got ", q.scalar_type());
+  TORCH_CHECK(is_real(q.scalar_type()), kName, ": expected a floating-point dtype, got ", q.scalar_type());
   check_same(kName, "k", k, q);
   check_same(kName, "v", v, q);
   TORCH_CHECK(longest >= 0 && longest <= INT32_MAX && scale > 0, kName,

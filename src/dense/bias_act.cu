@@ -201,7 +201,7 @@ namespace {
 
 Activation check(const Tensor& x, const Tensor& bias, std::optional<std::string_view> activation) {
   TORCH_CHECK(x.dim() >= 1, kBiasAct, ": expected x of at least one dimension, got a scalar");
-  TORCH_CHECK(at::isFloatingType(x.scalar_type()), kBiasAct, ": expected a floating-point dtype, got ",
+  TORCH_CHECK(is_real(x.scalar_type()), kBiasAct, ": expected a floating-point dtype, got ",
               x.scalar_type());
   if (bias.defined()) {
     TORCH_CHECK(bias.device() == x.device() && bias.scalar_type() == x.scalar_type(), kBiasAct, ": expected bias in ",

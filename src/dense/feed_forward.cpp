@@ -33,7 +33,7 @@ void check(const Tensor& x, const Tensor& up, const Tensor& up_bias, const Tenso
   check_same(kFeedForwardOp, "up", up, x), check_same(kFeedForwardOp, "up_bias", up_bias, x);
   check_same(kFeedForwardOp, "down", down, x), check_same(kFeedForwardOp, "down_bias", down_bias, x);
   check_same(kFeedForwardOp, "weight", weight, x), check_same(kFeedForwardOp, "bias", bias, x);
-  TORCH_CHECK(at::isFloatingType(x.scalar_type()), kFeedForwardOp, ": expected x of a floating-point dtype, got ",
+  TORCH_CHECK(is_real(x.scalar_type()), kFeedForwardOp, ": expected x of a floating-point dtype, got ",
               x.scalar_type());
   TORCH_CHECK(x.dim() > 0 && up.dim() == 2 && up.sym_size(1) == x.sym_size(-1) && down.dim() == 2 &&
                   down.sym_size(0) == x.sym_size(-1) && down.sym_size(1) == up.sym_size(0),

@@ -115,9 +115,10 @@ void check_same(const char* op, const char* name, const at::Tensor& t, const at:
 
 void check_operands(const char* op, const at::Tensor& a, const at::Tensor& b, const at::Tensor& bias,
                     const at::Tensor& out) {
+  TORCH_CHECK(a.defined() && b.defined(), op, ": expected tensors a and b, got None");
   check_strided(op, "a", a);
-  TORCH_CHECK(at::isFloatingType(a.scalar_type()) || at::isComplexType(a.scalar_type()), op,
-              ": expected a floating-point or complex dtype, got ", a.scalar_type(), " for a");
+  TORCH_CHECK(is_real_or_complex(a.scalar_type()), op, ": expected a floating-point or complex dtype, got ",
+              a.scalar_type(), " for a");
   check_same(op, "b", b, a);
   check_same(op, "bias", bias, a);
   check_same(op, "out", out, a);

@@ -22,10 +22,18 @@ inline int up(int64_t x, int64_t y) { return static_cast<int>(ceil_of(x, y)); }
 at::Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options);
 at::Tensor zeros(at::IntArrayRef sizes, const at::TensorOptions& options);
 
+// The dtypes that operations compute in. float8 and complex32, which ATen counts as such too, have no kernels.
+inline bool is_real(at::ScalarType t) {
+  return t == at::kFloat || t == at::kDouble || t == at::kHalf || t == at::kBFloat16;
+}
+inline bool is_real_or_complex(at::ScalarType t) {
+  return is_real(t) || t == at::kComplexFloat || t == at::kComplexDouble;
+}
+
 // Raises unless t is strided and has the dtype and device of `a`.
 void check_same(const char* op, const char* name, const at::Tensor& t, const at::Tensor& a);
-// Raises unless a and b (and bias and out, if given) are strided tensors of one floating or complex dtype on one
-// device.
+// Raises unless a and b (and bias and out, if given) are strided tensors on one device, all of one dtype that
+// is_real_or_complex.
 void check_operands(const char* op, const at::Tensor& a, const at::Tensor& b, const at::Tensor& bias = {},
                     const at::Tensor& out = {});
 

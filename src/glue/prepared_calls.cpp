@@ -4,6 +4,7 @@
 #include "glue/prepared_calls.h"
 
 #include <ATen/Context.h>
+#include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/SparseCsrTensorImpl.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -123,6 +124,9 @@ class Matrix {
   Seen crow_, col_;
 };
 
+// True if a subclass's __torch_function__ decides what happens with a tensor.
+bool is_overridden(py::handle t) { return THPVariable_Check(t.ptr()) && !THPVariable_CheckExact(t.ptr()); }
+
 // Python objects given with a call. Those it was prepared with are kept alive, so that their addresses tell them.
 using Passed = std::array<PyObject*, kPassed>;
 
@@ -185,6 +189,8 @@ class PreparedCalls {
   void bind(const std::string& name, const py::sequence& arguments, size_t at, const py::sequence& passed,
             const std::vector<Tensor>& watched, std::optional<size_t> values, const OptionalTensor& rows_of,
             bool transposed) {
+    const auto overridden = [](const py::sequence& some) { return std::any_of(some.begin(), some.end(), is_overridden); };
+    if (overridden(arguments) || overridden(passed)) return;
     const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), "");
     const auto& expected = op.schema().arguments();
     Stack stack;
@@ -272,6 +278,7 @@ class PreparedCalls {
 
   // The call for x, if there is one that still holds; one that does not is dropped.
   const Call* find(const Tensor& x, const Passed& passed) {
+    if (at::impl::torch_function_mode_enabled()) return nullptr;
     const Modes now;
     for (auto call = calls_.begin(); call != calls_.end(); ++call) {
       if (!call->is_for(x, passed, now)) continue;

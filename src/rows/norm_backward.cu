@@ -338,7 +338,7 @@ namespace matmuls {
 namespace {
 
 void check(const Tensor& grad, const Tensor& xhat, const Tensor& rstd, const Tensor& weight) {
-  TORCH_CHECK(at::isFloatingType(xhat.scalar_type()), kNormBackward, ": expected xhat of a floating-point dtype, got ",
+  TORCH_CHECK(is_real(xhat.scalar_type()), kNormBackward, ": expected xhat of a floating-point dtype, got ",
               xhat.scalar_type());
   TORCH_CHECK(xhat.dim() >= 1, kNormBackward, ": expected xhat of at least one dimension, got a scalar");
   const auto like_xhat = [&](const char* name, const Tensor& t, at::ScalarType type) {

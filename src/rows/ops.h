@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "glue/checks.h"
 #include "glue/operator.h"
 
 namespace matmuls {
@@ -27,12 +28,12 @@ inline at::Tensor at_least_1d(const at::Tensor& x) { return x.dim() == 0 ? x.vie
 
 inline void check_floating(const char* op, const char* name, const at::Tensor& t) {
   TORCH_CHECK(t.layout() == at::kStrided, op, ": expected ", name, " to be a strided tensor, got layout ", t.layout());
-  TORCH_CHECK(at::isFloatingType(t.scalar_type()), op, ": expected ", name, " of a floating-point dtype, got ",
+  TORCH_CHECK(is_real(t.scalar_type()), op, ": expected ", name, " of a floating-point dtype, got ",
               t.scalar_type());
 }
 inline void check_floating_or_complex(const char* op, const char* name, const at::Tensor& t) {
   TORCH_CHECK(t.layout() == at::kStrided, op, ": expected ", name, " to be a strided tensor, got layout ", t.layout());
-  TORCH_CHECK(at::isFloatingType(t.scalar_type()) || t.is_complex(), op, ": expected ", name,
+  TORCH_CHECK(is_real_or_complex(t.scalar_type()), op, ": expected ", name,
               " of a floating-point or complex dtype, got ", t.scalar_type());
 }
 // Checks that t has the device and dtype of x.

@@ -36,8 +36,9 @@ MaskKind check_mask(const char* op, const Tensor& x, const OptionalTensor& mask)
   const auto type = mask->scalar_type();
   if (type == at::kBool || type == at::kByte) return MaskKind::bytes;
   if (type == x.scalar_type()) return MaskKind::same;
-  TORCH_CHECK(type == at::kFloat && x.scalar_type() != at::kDouble, op, ": expected a mask in Bool, Byte, ",
-              x.scalar_type(), " as x is", x.scalar_type() == at::kDouble ? "" : " or Float", ", got ", type);
+  const bool narrow = x.scalar_type() == at::kHalf || x.scalar_type() == at::kBFloat16;
+  TORCH_CHECK(type == at::kFloat && narrow, op, ": expected a mask in Bool, Byte", narrow ? ", Float" : "", " or ",
+              x.scalar_type(), " as x is, got ", type);
   return MaskKind::float32;
 }
 
@@ -192,8 +193,22 @@ RowPlan explain(const SoftmaxCall& c, const OtherGpu& gpu) {
 
 // ---------------------------------------------------------------------------------------------------------- gradient
 
-// dx = scale * y * (dy - sum(y * dy)) needs only the result y, which in place is x itself. If the mask wants a
-// gradient, its sizes are kept too.
+// What the gradient of a mask needs: dz, the gradient of scale * x + mask, summed to the mask's sizes. The sum is in
+// the mask's dtype: in x's, a sum of many 16-bit numbers would lose digits or overflow.
+struct MaskGradient {
+  std::vector<c10::SymInt> sizes;
+  at::ScalarType dtype;
+
+  Tensor of(const Tensor& dz) const {
+    const auto lead = static_cast<size_t>(dz.dim()) - sizes.size();
+    at::DimVector dims;
+    for (size_t d = 0; d < static_cast<size_t>(dz.dim()); ++d)
+      if (d < lead || sizes[d - lead] == 1) dims.push_back(static_cast<int64_t>(d));
+    return dims.empty() ? dz : dz.sum(dims, /*keepdim=*/true, dtype).view_symint(sizes);
+  }
+};
+
+// dx = scale * y * (dy - sum(y * dy)) needs only the result y, which in place is x itself.
 struct SoftmaxGradient : KernelFunction<SoftmaxGradient> {
   struct Arguments {
     int64_t dim;
@@ -210,7 +225,10 @@ struct SoftmaxGradient : KernelFunction<SoftmaxGradient> {
     const bool to_mask = mask && mask->requires_grad();
     ctx->saved_data["call"] = a.dim * 4 + to_mask * 2 + a.causal;
     ctx->saved_data["scale"] = a.scale;
-    if (to_mask) ctx->saved_data["mask_sizes"] = mask->sym_sizes();
+    if (to_mask) {
+      ctx->saved_data["mask_sizes"] = mask->sym_sizes();
+      ctx->saved_data["mask_dtype"] = mask->scalar_type();
+    }
     return y;
   }
 
@@ -223,7 +241,8 @@ struct SoftmaxGradient : KernelFunction<SoftmaxGradient> {
     const double scale = data["scale"].toDouble();
     if (!to_mask) return {SoftmaxBackwardOp::call(y, grads[0], dim, scale, causal), {}, {}};
     const Tensor dz = SoftmaxBackwardOp::call(y, grads[0], dim, 1, causal);
-    return {dz * scale, at::sum_to(dz, data["mask_sizes"].toSymIntVector()), {}};
+    const MaskGradient mask{data["mask_sizes"].toSymIntVector(), data["mask_dtype"].toScalarType()};
+    return {ctx->needs_input_grad(0) ? dz * scale : Tensor(), mask.of(dz), {}};
   }
 };
 
@@ -234,16 +253,16 @@ struct SoftmaxInplaceGradient : torch::autograd::Node {
   int64_t dim = -1;
   double scale = 1;
   bool causal = false, of_view = false;
-  std::optional<std::vector<c10::SymInt>> mask_sizes;
+  std::optional<MaskGradient> mask;  // if it wants a gradient
 
   torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override {
     const std::lock_guard<std::mutex> lock(mutex_);
     const Tensor& grad = grads[0];
     if (!grad.defined()) return {Tensor(), Tensor()};
     const Tensor result = y.unpack(held(this));
-    if (mask_sizes) {
+    if (mask) {
       const Tensor dz = SoftmaxBackwardOp::call(result, grad, dim, 1, causal);
-      return {dz * scale, at::sum_to(dz, *mask_sizes)};
+      return {task_should_compute_output(0) ? dz * scale : Tensor(), mask->of(dz)};
     }
     // In place, the gradient should not take a second tensor of this size either, so dx overwrites grad if no one else
     // holds it. Outside the default stream and a capture, another stream may still read a tensor without owners.
@@ -273,7 +292,7 @@ void record_in_place(const char* op, const Tensor& x, const Tensor& mask, int64_
   const auto node = new_node<SoftmaxInplaceGradient>();
   node->set_next_edges(torch::autograd::collect_next_edges(x, mask));
   node->dim = dim, node->scale = scale, node->causal = causal, node->of_view = x.is_view();
-  if (mask.defined() && mask.requires_grad()) node->mask_sizes = mask.sym_sizes().vec();
+  if (mask.defined() && mask.requires_grad()) node->mask = MaskGradient{mask.sym_sizes().vec(), mask.scalar_type()};
   write();
   torch::autograd::rebase_history(x, NodePtr(node));
   node->y = torch::autograd::SavedVariable(x, /*is_output=*/true, /*is_inplace_on_view=*/x.is_view());

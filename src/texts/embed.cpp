@@ -70,7 +70,7 @@ void embed_on_cpu(const texts::Embedding& e) {
 Tensor embed(const Tensor& ids, const Tensor& words, const Tensor& position_ids, const Tensor& positions,
              const OptionalTensor& type_ids, const Tensor& types, const Tensor& weight, const Tensor& bias,
              double eps) {
-  TORCH_CHECK(words.dim() == 2 && at::isFloatingType(words.scalar_type()), kEmbed,
+  TORCH_CHECK(words.dim() == 2 && is_real(words.scalar_type()), kEmbed,
               ": expected words [V, D] in a floating-point dtype, got ", words.sizes(), " in ", words.scalar_type());
   TORCH_CHECK(ids.device() == words.device(), kEmbed, ": expected ids on ", words.device(), ", got ", ids.device());
   texts::Embedding e{};

@@ -196,3 +196,31 @@ def test_a_float32_mask_of_16_bit_scores_has_a_float32_gradient(device):
     expected = with_gradients(lambda x, m: masked_softmax(x, m))(grad.double(), x.double(), mask.double())
     assert [t.dtype for t in ours] == [torch.bfloat16, torch.bfloat16, torch.float32]
     assert all(error(*pair) < torch.finfo(torch.bfloat16).eps for pair in zip(ours, expected, strict=True))
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("shape", [(1, 16, 16), (2, 1, 16), (16,), (5, 1, 2, 16, 16), (5, 3, 2, 16, 16)])
+@pytest.mark.parametrize("dtype", SIXTEEN, ids=str)
+def test_gradients_of_float32_masks_are_summed_in_float32(dtype, shape, inplace, device):
+    """They are sums of the gradient that a mask of x's shape gets, exact but for float32's rounding."""
+    x, grad = (draw(5, 3, 2, 16, 16, device=device, dtype=dtype, seed=i) for i in range(2))
+    small = draw(*shape, device=device, seed=2)
+
+    def gradient(mask):
+        mask = mask.clone().requires_grad_()
+        y = matmuls.scaled_masked_softmax(x.clone(), mask, SCALE, inplace=inplace)
+        return torch.autograd.grad(y, mask, grad)[0]
+
+    found, summands = gradient(small), gradient(small.expand(x.shape))
+    assert (found.dtype, found.shape) == (torch.float32, small.shape)
+    expected = summands.double().sum_to_size(shape)
+    assert (found - expected).norm() <= 1e-6 * summands.double().abs().sum_to_size(shape).norm()
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_sum_beyond_float16_stays_finite_in_the_gradient_of_a_float32_mask(inplace, device):
+    x, grad = (torch.zeros(4096, 2, 2, device=device, dtype=torch.float16) for _ in range(2))
+    grad[..., 0] = 100
+    mask = torch.zeros(2, 2, device=device, requires_grad=True)
+    (found,) = torch.autograd.grad(matmuls.scaled_masked_softmax(x, mask, inplace=inplace), mask, grad)
+    assert found.tolist() == [[102400, -102400]] * 2

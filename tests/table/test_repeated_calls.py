@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from matmuls import plan, sparse_attention, spmm
 from matmuls.nn import SparseLinear
@@ -269,3 +270,47 @@ def test_attention_of_a_plan_that_was_written_to(device):
     a.values().mul_(2)
     with pytest.raises(ValueError, match="expected the indices that the plan was made of"):
         sparse_attention(q, q.new_ones(40, 8), torch.randn(40, 8, device=device), made)
+
+
+class _Counted(torch.Tensor):
+    """Counts the calls of our operators that torch offers it."""
+
+    calls = 0
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        cls.calls += "custom_mm" in str(function)
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+class _Listed(TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.calls += "custom_mm" in str(function)
+        return function(*args, **(kwargs or {}))
+
+
+def test_repeated_calls_go_to_modes_and_subclasses_that_override_functions(device):
+    a = torch.randn(30, 40, device=device)
+    a = a.where(a > 0.5, 0.0).to_sparse_csr()
+    b, made = torch.randn(40, 8, device=device), plan(a)
+    for call in (lambda: spmm(a, b), lambda: made @ b):
+        expected = call()
+        for _ in range(3):
+            with _Listed() as mode:
+                assert torch.equal(call(), expected)
+            assert mode.calls > 0
+    of_subclass = made.with_values(a.values().as_subclass(_Counted))
+    for _ in range(3):
+        before = _Counted.calls
+        assert type(of_subclass @ b) is _Counted
+        assert _Counted.calls > before
+    layer = SparseLinear.from_linear(nn.Linear(40, 30, device=device), sparsity=0.7)
+    bias = layer.bias.detach().as_subclass(_Counted)
+    del layer.bias
+    layer.bias = bias
+    for _ in range(3):
+        assert type(layer(b.T)) is _Counted

@@ -110,8 +110,7 @@ def _batches(
     model's modules compute. Raises NoTokens."""
     st.eval()
     parts = windows(len(inputs))
-    thread = device.type == "cpu" and len(parts) > 1
-    coming = ahead(lambda part: tokenized(st, inputs[part], prompt, options), parts, thread)
+    coming = ahead(lambda part: tokenized(st, inputs[part], prompt, options), parts)
     # closing waits for the other thread
     with tqdm(total=len(inputs), desc="Texts", disable=not given["show_progress_bar"]) as bar, closing(coming):
         for part, tokens in coming:

@@ -75,23 +75,21 @@ def tokenized(st: Any, texts: list[Any], prompt: str | None, options: dict[str, 
     }
     with _tokenizing:
         prepare = partial(st.preprocess, prompt=prompt, **{**options, "processing_kwargs": ragged})
-        found = prepare(texts[:1])
-        rows = _by_backend(st, found, texts, prompt or "", given)
-        if rows is None:
-            found = prepare(texts)
-            rows = found["input_ids"], found.get("token_type_ids")
-    ids, types = rows
-    lengths = [len(row) for row in ids]
+        first = prepare(texts[:1])
+        return _by_backend(st, first, texts, prompt or "", given) or _by_preprocess(prepare(texts))
+
+
+def _by_preprocess(found: dict[str, Any]) -> Tokens:
+    ids, types = found["input_ids"], found.get("token_type_ids")
+    lengths = [*map(len, ids)]
     return Tokens(
         _flat(ids, lengths), None if types is None else _flat(types, lengths), lengths, found.get("prompt_length")
     )
 
 
-def _by_backend(
-    st: Any, first: dict[str, Any], texts: list[Any], prompt: str, given: dict[str, Any]
-) -> tuple[list[Ids], list[Ids] | None] | None:
-    """The ids and the types of texts by the tokenizer of the model's tokenizer, as `preprocess` has just set it for the
-    first text; None if that may not be all that `preprocess` does."""
+def _by_backend(st: Any, first: dict[str, Any], texts: list[Any], prompt: str, given: dict[str, Any]) -> Tokens | None:
+    """The tokens of texts by the tokenizer of the model's tokenizer, as `preprocess` has just set it for the first
+    text; None if that may not be all that `preprocess` does."""
     processor, settings = st[0].processor, st[0].processing_kwargs
     kind, backend = type(processor), processor._tokenizer
     stock = all(getattr(kind, f) is getattr(PreTrainedTokenizerFast, f) for f in ("__call__", "_encode_plus"))
@@ -103,11 +101,16 @@ def _by_backend(
     found = backend.encode_batch_fast(prompted)
     if backend.padding is not None or backend.truncation != before:  # another thread uses the tokenizer by itself
         return None
-    ids = [encoding.ids for encoding in found]
-    types = [encoding.type_ids for encoding in found] if "token_type_ids" in first else None
-    if first["input_ids"] != ids[:1] or first.get("token_type_ids", [[]]) != (types or [[]])[:1]:
+    one, ids = found[0], [encoding.ids for encoding in found]
+    if first["input_ids"] != ids[:1] or first.get("token_type_ids", [one.type_ids]) != [one.type_ids]:
         return None
-    return ids, types
+    lengths = [*map(len, ids)]
+    types = None
+    if "token_type_ids" in first:
+        # All tokens of a text that is no pair have the same type, and each special token has its own.
+        zero = 0 in one.special_tokens_mask and not any(one.type_ids) and all(isinstance(x, str) for x in texts)
+        types = np.zeros(sum(lengths), np.int64) if zero else _flat([e.type_ids for e in found], lengths)
+    return Tokens(_flat(ids, lengths), types, lengths, first.get("prompt_length"))
 
 
 def _flat(rows: list[Ids], lengths: list[int]) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -123,12 +126,10 @@ def windows(count: int) -> list[slice]:
     return found
 
 
-def ahead(
-    make: Callable[[slice], Tokens], parts: list[slice], thread: bool
-) -> Generator[tuple[slice, Tokens], None, None]:
-    """Each part with its tokens. With a thread, those of the next part are made there meanwhile, and an exception there
-    is raised here. A GPU computes meanwhile without one: then two threads would only wait for Python's lock."""
-    if not thread:
+def ahead(make: Callable[[slice], Tokens], parts: list[slice]) -> Generator[tuple[slice, Tokens], None, None]:
+    """Each part with its tokens. Those of the next part are made in another thread meanwhile, where the tokenizer runs
+    without Python's lock. An exception there is raised here."""
+    if len(parts) < 2:
         yield from ((part, make(part)) for part in parts)
         return
     with ThreadPoolExecutor(1, thread_name_prefix="matmuls-tokenizer") as other:

@@ -70,6 +70,7 @@ def scaled_masked_softmax(
             return (_masked if is_dynamo_compiling() else _call)(x, mask, scale, causal)
         _masked_(x, mask, scale, causal)
     except RuntimeError as error:
+        number(_NAME, "a scale", scale)
         raise about_mask(clearer(error, _NAME, ("mask",), x=x, mask=mask), mask) from None
     return x
 
@@ -166,7 +167,7 @@ class FusedSoftmax(Function):
         A tensor of src's shape, with a gradient to src.
 
     Raises:
-        RuntimeError: as `scaled_masked_softmax_forward`, and if factor requires a gradient.
+        RuntimeError: as `scaled_masked_softmax_forward`, and in the backward pass if factor requires a gradient.
         TypeError: if src or mask is no tensor.
 
     Examples:

@@ -25,12 +25,16 @@ def fail(name: str, expected: str, got: object) -> None:
 
 
 def number(name: str, what: str, x: float | Tensor) -> float:
-    """x converted to a number for an operator; raises if x needs a gradient, which would be lost."""
+    """x converted to a number for an operator; raises RuntimeError if it is none, or needs a gradient, which would be
+    lost."""
     if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
         fail(name, f"{what} without a gradient", "one that requires grad; multiply by it instead")
     if isinstance(x, Tensor) and x.numel() != 1:
         fail(name, f"{what} to be a number", f"a tensor of shape {list(x.shape)}")
-    return float(x)
+    try:
+        return float(x)
+    except (TypeError, ValueError):
+        fail(name, f"{what} to be a number", repr(x))
 
 
 def expect_dense(name: str, **given: object) -> None:

@@ -135,3 +135,22 @@ def test_masks_of_integers_are_refused_with_the_ways_to_convert_them(call, dtype
     with pytest.raises(RuntimeError, match=rf"expected a .*mask in Bool, .* got .*{re.escape(convert)}"):
         call(x.clone(), mask)
     torch.testing.assert_close(call(x.clone(), mask.bool()), call(x.clone(), mask != 0))
+
+
+@pytest.mark.parametrize("scale", ["a", None, [1.0]], ids=str)
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda scale: matmuls.scaled_masked_softmax(X, None, scale),
+        lambda scale: matmuls.scaled_masked_softmax(X.clone(), None, scale, inplace=True),
+        lambda scale: matmuls.scaled_masked_softmax_forward(X, None, scale),
+        lambda scale: matmuls.scaled_masked_softmax_backward(X, X, scale),
+        lambda scale: matmuls.FusedSoftmax.apply(X, None, scale),
+    ],
+)
+def test_scales_that_are_no_numbers_are_named(call, scale):
+    expected = (
+        rf"^scaled_masked_softmax(_backward)?: expected (a scale|factor) to be a number, got {re.escape(repr(scale))}$"
+    )
+    with pytest.raises(RuntimeError, match=expected):
+        call(scale)

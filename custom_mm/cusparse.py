@@ -11,6 +11,7 @@ from .literals import Algorithm, Layout
 _cusparse_spmm: Callable[..., torch.Tensor] = torch.ops.custom_mm.cusparse_spmm.default
 _cusparse_prepare: Callable[..., torch.Tensor] = torch.ops.custom_mm.cusparse_prepare.default
 _cusparse_sddmm: Callable[..., torch.Tensor] = torch.ops.custom_mm.cusparse_sddmm.default
+_OPTIONAL = "out", "prepared"  # arguments that may be None
 
 
 def _check_parts(
@@ -151,9 +152,7 @@ def cusparse_spmm(
             return _cusparse_spmm(*arguments, prepared)
         torch.ops.custom_mm.cusparse_spmm.out(*arguments, beta, out=out)
     except RuntimeError as error:
-        raise clearer(
-            error, "cusparse_spmm", ("out", "prepared"), values=values, b=b, out=out, prepared=prepared
-        ) from None
+        raise clearer(error, "cusparse_spmm", _OPTIONAL, values=values, b=b, out=out, prepared=prepared) from None
     return out
 
 

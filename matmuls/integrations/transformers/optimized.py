@@ -125,9 +125,8 @@ def optimize(
         unpad: leave out hidden tokens. On a GPU, a batch of more than 4,096 tokens waits for the mask, and your own
             captured CUDA graph computes the padded batch.
         cuda_graphs: on a GPU, capture passes of at most 16,384 tokens of texts in float16 or bfloat16, and replay them,
-            wherever hidden tokens are left out. The second call of a size, rounded up, is captured (about 10 ms). At
-            most 64 graphs share their memory, which `undo()` frees. MPNet, ModernBERT, EuroBERT, Qwen3 and Gemma3 run
-            without.
+            wherever hidden tokens are left out. The second call of a size, rounded up, is captured. At most 64 graphs
+            share their memory, which `undo()` frees. MPNet, ModernBERT, EuroBERT, Qwen3 and Gemma3 run without.
         int8: compute the products of the layers in int8, on a CPU with VNNI instructions; results differ (see the
             guide). The quantized weights follow changes of the parameters, but not those of `parameter.data`.
 

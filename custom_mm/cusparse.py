@@ -220,7 +220,8 @@ def cusparse_sddmm(
     Args:
         offsets: [M + 1] int32 or int64.
         columns: [nnz], dtype of offsets.
-        a: [M, D], read without a copy; float64 or float32, and 16-bit types where cuSPARSE supports them.
+        a: [M, D], read without a copy; float64 or float32. float16 and bfloat16 on a CPU, and where cuSPARSE supports
+            them.
         b: [D, K], read without a copy; dtype and device of a.
         alpha: multiplies the product.
 

@@ -16,7 +16,8 @@ FOREIGN = (ArithmeticError, AttributeError, LookupError, OSError, RecursionError
 # names with wildcards -> reason: results that no page shows
 NOT_SHOWN = {
     "*checks-*.json": "test and sanitizer runs, not speeds",
-    "*distributed-*-shared.json": "an older run of one matrix, whose rows were written into the other GPUs' memory",
+    "*distributed-*-shared.json": "one matrix, whose rows were written into the other GPUs' memory; those of "
+    "distributed-4.json were sent by NCCL",
     "*sparse-systems*.json": "sparse products and triangular solves; the limits quote them",
     "*traffic*.json": "mixed requests for half an hour, compared with eager; memory by the minute; traffic-2.json: a "
     "second process at the same time",

@@ -32,7 +32,8 @@ def _operations(page: Page) -> None:
     page.table(
         "*compile* says whether `torch.compile(fullgraph=True)` can trace the operation. *with a plan*: only with a "
         "plan as sparse operand. *values only*: only `product.values(...)`, where `product = plan_spgemm(A, B)`. "
-        "*strides* says whether tensors may be not contiguous.",
+        "*strides* says whether tensors may be not contiguous. `cusparse_sddmm` takes float16 and bfloat16 on a CPU, "
+        "and on a GPU where cuSPARSE supports them.",
         ("operation", *(d.replace("complex", "c") for d in dtypes), "gradient", "compile", "strides"),
         (
             [

@@ -325,7 +325,7 @@ class SparsePlan:
         s = self._pattern
         mean = s.nonzeros / max(s.rows, 1)
         density = s.nonzeros / max(s.rows * s.columns, 1)
-        transposed = "kept" if s._transposed is not None else "made by the first backward pass to B"
+        transposed = "kept" if s._transposed is not None else "made when B first requires a gradient"
         batch = f", {s.batch} blocks on the diagonal" if s.batch is not None else ""
         order = "in the order of rows" if s.order is None else "by an order of their own"
         if s.blocks is not None:

@@ -1,7 +1,8 @@
 """The table of kernels that a plan may select for A @ B: what each needs, and what it costs by size.
 
-Every candidate gives the same bits every time. `Selector` (selector.py) compares the candidates. cuSPARSE is none: it
-was never the fastest (324 products, H200), and csr_alg3 does not give the same bits every time.
+Every candidate gives the same bits every time. `Selector` (selector.py) compares the candidates. cuSPARSE is none: its
+algorithms were slower than the plan in all 162 products on an H200 and all 162 on an H100
+(benchmarks/results/spmm-cuda.json and spmm-h100.json), and csr_alg3 does not give the same bits every time.
 """
 
 import math

@@ -243,9 +243,11 @@ def reload() -> None:
 def chunks(t: Tiles, m: int, n: int, k: int, multiprocessors: int) -> int:
     """`split` of a gradient of weights: a program for every multiprocessor, with at least a thousand rows each.
 
-    More cost time if the experts have different numbers of rows: a tile of one chunk is stored at once, parts are
-    stored in float32 and read again. 6,000 x 6,144 x 1,536 on an H200, with 50, 25 and 5 % of the rows in the first
-    expert: 172, 163 and 202 us with one chunk, 180, 223 and 234 with two (benchmarks/results/cuda/masked-choices.json).
+    A tile of one chunk is stored at once, parts are stored in float32 and read again. So more chunks cost time where
+    the tiles of one chunk already keep the GPU busy: 6,000 x 6,144 x 1,536 on an H200, with 50, 25 and 5 % of the rows
+    in the first expert, takes 172, 174 and 200 us with one chunk, 180, 237 and 227 with two. With fewer tiles they can
+    save time: 8,192 x 1,024 x 1,024 takes 45, 61 and 76 us with one chunk, 45, 53 and 52 with two
+    (benchmarks/results/cuda/masked-choices.json).
     """
     return max(1, min(multiprocessors // (-(-n // t.rows) * -(-k // t.columns)), m // 1024, 16))
 

@@ -19,8 +19,8 @@ MOST = tl.constexpr(8)  # parts of a tile
 HEIGHT = tl.constexpr(8)  # rows of a tile that a program of add_parts_kernel adds up
 # Multiply-adds of a program that the split must save: those of 10 us, for the workspace's traffic and a second launch.
 # H200, half of the rows in each expert, us of a product of [M, K] and [K, N] with and without the split: 6000 x 6144 x
-# 1536 158 and 193, 1500 x 4096 x 512 25 and 41, 2048 x 2048 x 2048 39 and 47; below WORTH, 3000 x 3072 x 768 35 and 33,
-# 2048 x 1024 x 1024 16 and 14 (benchmarks/results/cuda/masked-choices.json).
+# 1536 160 and 202, 1500 x 4096 x 512 21 and 41, 2048 x 2048 x 2048 37 and 46; below WORTH, 3000 x 3072 x 768 35 and 32,
+# 2048 x 1024 x 1024 15 and 13 (benchmarks/results/cuda/masked-choices.json).
 WORTH = 1 << 25
 
 

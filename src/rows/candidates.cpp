@@ -88,8 +88,9 @@ Candidates::General Candidates::divide(const RowTraits& t, int elements, bool un
   return {RowKernel::reread, Scope::block, most, 256, 1, 1};
 }
 
-// Unaligned rows of norms that many blocks share are faster read twice (H200, kernels-cuda.json): 50257 and 151643
-// columns, RMS norm in 16 bits 1.4 times as fast, with a residual 2.4 and 1.6 times; in float32 1.1 times at 151643.
+// Unaligned rows of norms that many blocks share are faster read twice (H200, benchmarks/results/kernels-cuda.json at
+// commit 583f14f): 50257 and 151643 columns, RMS norm in bfloat16 1.4 times as fast, with a residual 2.5 and 1.6 times;
+// in float32 1.1 times at 151643.
 bool Candidates::too_many_blocks(const RowTraits& t, const General& g, bool unaligned) const {
   return t.element <= 4 && unaligned && t.constants > 0 && !t.column_sums &&
          g.blocks_per_row > (t.element == 2 ? 2 : 8);

@@ -75,8 +75,8 @@ struct RowTraits {
   }
 };
 
-// in_clusters: long masked rows that are read twice are 3 to 12 % faster than on a cluster (geometric means of 10 to 12
-// lengths, benchmarks/results/kernels-cuda.json); those without a mask go to two_pass.
+// in_clusters: long masked rows that are read twice are 3 to 13 % faster than on a cluster (geometric means of 10 to 12
+// lengths, H200, benchmarks/results/kernels-cuda.json at commit 583f14f); those without a mask go to two_pass.
 // holds: exponentials stay in registers until their sum is known. any: the kind of mask is known at run time only.
 constexpr RowTraits softmax_traits(int element, bool masked, bool any, bool holds) {
   return {.element = element,

@@ -86,7 +86,7 @@ def test_hidden_first_tokens_empty_segments_and_rows_of_none(device):
     for dtype in DTYPES[device]:
         qkv = drawn(260, 6, 2, 64, dtype, device)
         for right in (-1, 0):
-            assert not check(qkv, queries, keys, 128, -1, right)[5].any()  # a text of a hidden token alone
+            assert not check(qkv, queries, keys, 128, -1, right)[5].any()  # a text of a masked token alone
         check(qkv, starts(40, 20, 0, 0, 0), starts(40, 20, 0, 0, 0), 64)
         assert not check(qkv, starts(20, 30), starts(0, 30), 512)[:20].any()
         assert _C.attend_packed(*qkv, starts().to(device), starts().to(device), 0, 1.0, -1, -1).shape == (260, 384)

@@ -1,4 +1,4 @@
-"""Texts without padding: an optimized encoder leaves hidden tokens out, and `encode_tokens` runs packed texts."""
+"""Texts without padding: an optimized encoder leaves masked tokens out, and `encode_tokens` runs packed texts."""
 
 from functools import partial
 
@@ -327,7 +327,7 @@ def test_padding_is_computed_where_unpad_says_so(packs, device):
     batch = padded(model)
     stock = hidden(model, batch)
     optimize(model, unpad=False)
-    torch.testing.assert_close(hidden(model, batch), stock, atol=1e-5, rtol=1e-5)  # hidden tokens too
+    torch.testing.assert_close(hidden(model, batch), stock, atol=1e-5, rtol=1e-5)  # masked tokens too
     assert not packs
 
 

@@ -102,9 +102,9 @@ def optimize(
     written into the result. Inside a whole model, a layer overwrites the hidden states that it receives, unless they
     are to be returned or you have hooks on the layers.
 
-    If a 2-D attention_mask hides tokens and the model's attention is "sdpa" or "custom_mm", a whole model of texts
+    If a 2-D attention_mask masks tokens and the model's attention is "sdpa" or "custom_mm", a whole model of texts
     (not of CLIP or SigLIP) leaves them out, see `unpad`: its layers run on the other tokens of all texts, packed one
-    after the other. The last hidden state of a hidden token is then zero, except for the first token of a text, which
+    after the other. The last hidden state of a masked token is then zero, except for the first token of a text, which
     heads read: it is as in the stock model (not in Qwen3 and Gemma3, whose heads do not read it).
 
     In any other call (gradients, training, autocast, torch.compile, caches, your hooks inside a layer) the stock code
@@ -122,12 +122,11 @@ def optimize(
         chunk_bytes: maximum bytes of the feed-forward network's intermediate activations at a time, and of q, k and v
             if the model's attention is "sdpa" or "custom_mm". None means the largest of 24 MiB, three times the size of
             the hidden states, and half the size of a layer's attention probabilities.
-        unpad: leave out hidden tokens. On a GPU, a batch of more than 4,096 tokens waits for the mask, and your own
+        unpad: leave out masked tokens. On a GPU, a batch of more than 4,096 tokens waits for the mask, and your own
             captured CUDA graph computes the padded batch.
         cuda_graphs: on a GPU, capture passes of at most 16,384 tokens of texts in float16 or bfloat16, and replay them,
-            wherever hidden tokens are left out. The second call of a size, rounded up, is captured (about 10 ms). At
-            most 64 graphs share their memory, which `undo()` frees. MPNet, ModernBERT, EuroBERT, Qwen3 and Gemma3 run
-            without.
+            wherever masked tokens are left out. The second call of a size, rounded up, is captured. At most 64 graphs
+            share their memory, which `undo()` frees. MPNet, ModernBERT, EuroBERT, Qwen3 and Gemma3 run without.
         int8: compute the products of the layers in int8, on a CPU with VNNI instructions; results differ (see the
             guide). The quantized weights follow changes of the parameters, but not those of `parameter.data`.
 

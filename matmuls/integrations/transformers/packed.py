@@ -190,7 +190,7 @@ def pool(
 
 def unpadded(model: Any, chain: _Chain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The output of a whole model for a padded batch, without the tokens that its attention mask hides, and by CUDA
-    graphs where the GPU would wait for the host; None if the call needs the stock code. States of hidden tokens are
+    graphs where the GPU would wait for the host; None if the call needs the stock code. States of masked tokens are
     zero, except a text's first, which heads read."""
     given = _plain(model, chain, args, kwargs)
     if given is None:
@@ -245,7 +245,7 @@ def _plain(model: Any, chain: _Chain, args: tuple[Any, ...], kwargs: dict[str, A
 def _without_hidden(
     model: Any, chain: _Chain, tokens: dict[str, Tensor], mask: Tensor, replays: bool, small: bool
 ) -> Any:
-    """Waits for a GPU's mask. replays: packed texts may be replayed; small: a batch without hidden tokens too."""
+    """Waits for a GPU's mask. replays: packed texts may be replayed; small: a batch without masked tokens too."""
     if chain.is_training(model):
         return None
     seen = mask.bool()

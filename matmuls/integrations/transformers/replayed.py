@@ -233,7 +233,7 @@ def _is_watched() -> bool:
 
 def step(model: Any, chain: _Chain, given: Tensors, texts: Sequence[tuple[int, bool]]) -> Any:
     """The output for packed texts: arguments of forward [1, T]; None if their sizes are new. With each length goes
-    whether the text begins with a hidden token."""
+    whether the text begins with a masked token."""
     size, device = given["input_ids"].size(1), given["input_ids"].device
     hidden = any(hidden for _, hidden in texts)
     longest = -(-max(length for length, _ in texts) // LONGEST) * LONGEST

@@ -45,7 +45,7 @@ def moved(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
 
 class Segments:
-    """The lengths of packed texts. With each goes whether the text begins with a hidden token: none of its tokens sees
+    """The lengths of packed texts. With each goes whether the text begins with a masked token: none of its tokens sees
     it, and its own state is wanted.
 
     A text of n tokens with a hidden one, from row r of the packed tokens, is two segments of attention: the key r
@@ -131,7 +131,7 @@ class Segments:
 
     @cached_property
     def _gaps(self) -> list[bool]:
-        """For each group, whether a text of it begins with a hidden token or has columns that do not follow one
+        """For each group, whether a text of it begins with a masked token or has columns that do not follow one
         another. Waits for a GPU."""
         if self._columns is None:
             return [True] * max(1, len(self.groups))

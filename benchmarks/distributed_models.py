@@ -33,6 +33,7 @@ import matmuls
 from matmuls import bench, distributed, files, matrices
 from matmuls.distributed.bench import rounds, scattered
 from matmuls.distributed.group import starts_of
+from matmuls.distributed.splits import balanced
 
 FEATURES, CLASSES, STEPS = 128, 64, 5  # STEPS: of which the losses are compared
 BLOCK = 1 << 14  # rows of features that are drawn together
@@ -130,7 +131,8 @@ def graph_case(source: str, dtype: torch.dtype, device: str) -> dict[str, Any]:
     """A step of the GCN on this graph, divided and on rank 0 alone."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     matrix = graph_of(source) if rank == 0 else None
-    rows, sizes, name, nnz = scattered(matrix, "nonzeros", device)
+    parts = balanced(matrix.crow, ranks) if matrix is not None else []
+    rows, sizes, name, nnz = scattered(matrix, parts, device)
     total, (begin, end) = sum(sizes), starts_of(sizes)[rank : rank + 2]
     plan = distributed.plan(rows.to(dtype), constant=True)
     model = GCN(plan, begin, end, total, True)

@@ -1,4 +1,4 @@
-"""`torchrun -m matmuls spmm --distributed` on two gloo processes."""
+"""`torchrun -m matmuls spmm --distributed` and benchmarks/distributed_models.py on two gloo processes."""
 
 import json
 import os
@@ -17,10 +17,10 @@ from matmuls_cli.app import app
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def torchrun(*arguments):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "matmuls"]
+def torchrun(*arguments, program=("-m", "matmuls")):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *program]
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     run = subprocess.run([*command, *arguments], capture_output=True, text=True, env=environment, timeout=200)
     assert run.returncode == 0, run.stderr
     return run.stdout
@@ -46,6 +46,13 @@ def test_both_scalings_are_measured_and_written(tmp_path):
     (model,) = result["models"]
     assert [row["gpus"] for row in model["predicted"]][:3] == [4, 8, 16]
     assert result["environment"]["torch"]
+
+
+def test_divided_models_agree_with_those_of_one_process(tmp_path):
+    torchrun(str(tmp_path), "--small", program=(str(ROOT / "benchmarks/distributed_models.py"),))
+    rows = json.loads((tmp_path / "cpu/distributed-models-2.json").read_text())["rows"]
+    assert [row["case"] for row in rows] == ["GCN"] * 4 + ["MaskedLinear"] * 2 + ["SparseLinear", "InplaceLinear"]
+    assert all(row["right"] for row in rows), rows
 
 
 def test_a_shuffled_path_is_put_in_order():

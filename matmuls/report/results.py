@@ -18,7 +18,7 @@ NOT_SHOWN = {
     "*checks-*.json": "test and sanitizer runs, not speeds",
     "*distributed-*-shared.json": "one matrix, whose rows were written into the other GPUs' memory; those of "
     "distributed-4.json were sent by NCCL",
-    "*cpu/distributed-*.json": "eight processes on two cores: bytes sent and results, not speeds",
+    "*eight-processes-*.json": "divided products and models on two cores: bytes sent and results, not speeds",
     "*sparse-systems*.json": "sparse products and triangular solves; the limits quote them",
     "*traffic*.json": "mixed requests for half an hour, compared with eager; memory by the minute; traffic-2.json: a "
     "second process at the same time",

@@ -136,9 +136,9 @@ SoftmaxCall masked_call(const Tensor& x, const OptionalTensor& mask, MaskKind ki
 
 template <SoftmaxRunner run>
 Tensor softmax(const Tensor& x, int64_t dim) {
-  check_x("softmax", x, dim);
+  dim = check_x("softmax", x, dim);
   Tensor out = in_huge_pages(at::empty_like(x));
-  softmax_into(run, "softmax", x, dim, out);
+  run({.op = "softmax", .x = at_least_1d(x), .out = at_least_1d(out), .dim = dim});
   return out;
 }
 template <SoftmaxRunner run>

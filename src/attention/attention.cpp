@@ -53,8 +53,7 @@ Call call_of(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTe
 // Checks up front what the operators below would detect only after something has been written.
 void check(const Call& c) {
   check_operands(kOp, c.q, c.k, c.v);
-  TORCH_CHECK(is_real(c.q.scalar_type()), kOp, ": expected q of a floating-point dtype, got ",
-              c.q.scalar_type());
+  TORCH_CHECK(is_real(c.q.scalar_type()), kOp, ": expected q of a floating-point dtype, got ", c.q.scalar_type());
   TORCH_CHECK(c.q.dim() == 4 && c.k.dim() == 4 && c.v.dim() == 4, kOp,
               ": expected q, k and v of four dimensions, got shapes ", c.q.sym_sizes(), ", ", c.k.sym_sizes(), ", ",
               c.v.sym_sizes());

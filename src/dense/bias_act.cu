@@ -201,8 +201,7 @@ namespace {
 
 Activation check(const Tensor& x, const Tensor& bias, std::optional<std::string_view> activation) {
   TORCH_CHECK(x.dim() >= 1, kBiasAct, ": expected x of at least one dimension, got a scalar");
-  TORCH_CHECK(is_real(x.scalar_type()), kBiasAct, ": expected a floating-point dtype, got ",
-              x.scalar_type());
+  TORCH_CHECK(is_real(x.scalar_type()), kBiasAct, ": expected a floating-point dtype, got ", x.scalar_type());
   if (bias.defined()) {
     TORCH_CHECK(bias.device() == x.device() && bias.scalar_type() == x.scalar_type(), kBiasAct, ": expected bias in ",
                 x.scalar_type(), " on ", x.device(), ", got ", bias.scalar_type(), " on ", bias.device());

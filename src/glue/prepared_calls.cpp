@@ -189,7 +189,9 @@ class PreparedCalls {
   void bind(const std::string& name, const py::sequence& arguments, size_t at, const py::sequence& passed,
             const std::vector<Tensor>& watched, std::optional<size_t> values, const OptionalTensor& rows_of,
             bool transposed) {
-    const auto overridden = [](const py::sequence& some) { return std::any_of(some.begin(), some.end(), is_overridden); };
+    const auto overridden = [](const py::sequence& some) {
+      return std::any_of(some.begin(), some.end(), is_overridden);
+    };
     if (overridden(arguments) || overridden(passed)) return;
     const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), "");
     const auto& expected = op.schema().arguments();

@@ -28,8 +28,7 @@ inline at::Tensor at_least_1d(const at::Tensor& x) { return x.dim() == 0 ? x.vie
 
 inline void check_floating(const char* op, const char* name, const at::Tensor& t) {
   TORCH_CHECK(t.layout() == at::kStrided, op, ": expected ", name, " to be a strided tensor, got layout ", t.layout());
-  TORCH_CHECK(is_real(t.scalar_type()), op, ": expected ", name, " of a floating-point dtype, got ",
-              t.scalar_type());
+  TORCH_CHECK(is_real(t.scalar_type()), op, ": expected ", name, " of a floating-point dtype, got ", t.scalar_type());
 }
 inline void check_floating_or_complex(const char* op, const char* name, const at::Tensor& t) {
   TORCH_CHECK(t.layout() == at::kStrided, op, ": expected ", name, " to be a strided tensor, got layout ", t.layout());

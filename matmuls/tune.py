@@ -1,23 +1,27 @@
 """`matmuls tune`: searches the fastest tile sizes of the masked kernels for a shape on this GPU.
 
-- Each trial is checked against torch and timed as a CUDA graph over enough sets of inputs to exceed the L2 cache.
+- Each trial is checked against torch and timed as a CUDA graph over several sets of inputs, which exceed the L2 cache
+  unless the shape is small (see `sets_of_inputs`).
 - Trials run in a child process; one that crashes or hangs loses only its own result.
 - Every result is appended to a journal at once, so that a stopped search continues where it ended.
-- At the end the best trials and the default are timed together; the default stays unless another one is faster.
+- At the end the best trials, the default and the tiles in use are timed together; those in use stay unless others are
+  faster. If none of them has a time, nothing is written.
 """
 
 import fcntl
 import json
+import math
 import multiprocessing
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from itertools import product
 from operator import attrgetter, ne
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -29,7 +33,9 @@ from .triton import configs
 from .triton.configs import Entry, Gpu, Tiles
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-FINALISTS = 3  # best trials that are timed together with the default at the end
+FINALISTS = 3  # best trials that are timed together with the default and the tiles in use at the end
+SETS = 16  # most sets of inputs of a trial: 4 MB each, of 1,024 features in bfloat16, exceed the 50 MB L2 of an H200
+PART = 1 << 24  # elements of a result that are compared at once: 64 MiB in float32
 Measure = Callable[["Problem", list[Tiles]], list[float]]  # seconds of each of the tiles
 Results = tuple[Tensor, ...]
 
@@ -42,6 +48,14 @@ class Problem(NamedTuple):
     n: int
     k: int
     dtype: str
+
+
+class Found(NamedTuple):
+    """What a search found: the fastest tiles, and those in use before; both times are of one measurement."""
+
+    before: Tiles
+    before_us: float  # 0: they failed
+    entry: Entry | None  # None: nothing has a time
 
 
 class Failed(Exception):
@@ -134,11 +148,8 @@ def candidates(p: Problem, gpu: Gpu) -> list[Tiles]:
             few = -(-p.m // rows) * -(-p.n // columns) < 2 * gpu.multiprocessors
             if few and tma and not persistent and p.operator in ("masked_linear", "masked_linear_t"):
                 found.add(Tiles(rows, columns, depth, warps, stages, group, tma=tma, pieces=pieces, split=2))
-
-    def order(t: Tiles) -> tuple[int, list[int]]:
-        return differences(t, default), [int(x) for x in values_of(t)]
-
-    return [default, *sorted((t for t in found - {default} if _fits(t, p, gpu)), key=order)]
+    fit = [t for t in found - {default} if _fits(t, p, gpu)]
+    return [default, *sorted(fit, key=lambda t: (differences(t, default), values_of(t)))]
 
 
 # -------------------------------------------------------------------------------------------------------------- search
@@ -180,14 +191,6 @@ def differences(a: Tiles, b: Tiles) -> int:
     return sum(map(ne, values_of(a), values_of(b)))
 
 
-class Ahead(Protocol):
-    """Compiles tiles of a problem before their trials, `width` in parallel."""
-
-    @property
-    def width(self) -> int: ...
-    def __call__(self, problem: Problem, tiles: list[Tiles]) -> None: ...
-
-
 def search(
     problem: Problem,
     tried: Sequence[Tiles],
@@ -195,25 +198,23 @@ def search(
     journal: Journal,
     budget: float,
     clock: Callable[[], float] = time.monotonic,
-    ahead: Ahead | None = None,
+    ahead: "Compilers | None" = None,
 ) -> Iterator[tuple[Tiles, float | None]]:
     """Run trials until `budget` seconds are spent; yield each with its time, or None if it failed.
 
-    Order: tried[0], then always the tiles that differ in the fewest fields from the best so far. Trials in the journal
-    are not repeated. `ahead` compiles the next few before they are timed.
+    Order: tried[0] and tried[1], then always the tiles that differ in the fewest fields from the best so far. Trials in
+    the journal are not repeated. `ahead` compiles the next few before they are timed.
     """
     begin = clock()
     known = {t: journal.seconds[problem, t] for t in tried if (problem, t) in journal.seconds}
     rest = [t for t in tried if t not in known]
-    leader, lead = tried[0], float("inf")
-    for tiles, seconds in known.items():
-        if seconds is not None and seconds < lead:
-            leader, lead = tiles, seconds
+    leader = min((tried[0], *known), key=lambda t: known.get(t) or math.inf)
+    lead, width = known.get(leader) or math.inf, ahead.width if ahead else 1
     compiled: list[Tiles] = []
     while rest and clock() - begin <= budget:
         if not compiled:
             # stable: ties keep the order of `tried`
-            compiled = sorted(rest, key=lambda t: differences(t, leader))[: ahead.width if ahead else 1]
+            compiled = sorted(rest, key=lambda t: (t not in tried[:2], differences(t, leader)))[:width]
             if ahead:
                 ahead(problem, compiled)
         tiles = compiled.pop(0)
@@ -229,19 +230,25 @@ def search(
         yield tiles, seconds
 
 
-def best(problem: Problem, default: Tiles, measure_: Measure, journal: Journal) -> Entry:
-    """Time the best trials and the default together; return the fastest, or the default if none is faster."""
-    known = {t: s for (p, t), s in journal.seconds.items() if p == problem and s is not None and t != default}
-    finalists = [default, *sorted(known, key=lambda t: known[t])[:FINALISTS]]
+def together(problem: Problem, tiles: list[Tiles], measure_: Measure) -> list[float]:
+    """Seconds of each of the tiles, infinite if it fails. If a measurement of all fails, each is measured alone."""
     try:
-        times = measure_(problem, finalists)
-    except Failed:  # in the joint run: fall back to the times of the single trials
-        times = [journal.seconds.get((problem, t)) or float("inf") for t in finalists]
-    fastest = min(range(len(finalists)), key=lambda i: times[i])
-    m = configs.bucket(problem.m)
-    us, default_us = (round(t * 1e6, 3) if t < float("inf") else 0.0 for t in (times[fastest], times[0]))
-    op, _, n, k, dtype = problem
-    return Entry(op, k, n, m, dtype, journal.version, finalists[fastest], us, default_us)
+        return measure_(problem, tiles)
+    except Failed:
+        return [s for t in tiles for s in together(problem, [t], measure_)] if tiles[1:] else [math.inf]
+
+
+def best(problem: Problem, before: Tiles, default: Tiles, measure_: Measure, journal: Journal) -> Found:
+    """Time the best trials, the default and the tiles in use together; `before` stays unless others are faster."""
+    known = {t: s for (p, t), s in journal.seconds.items() if p == problem and s is not None}
+    trials = sorted(known.keys() - {before, default}, key=lambda t: known[t])[:FINALISTS]
+    finalists = list(dict.fromkeys((before, default, *trials)))
+    seconds = dict(zip(finalists, together(problem, finalists, measure_), strict=True))
+    fastest = min(finalists, key=lambda t: seconds[t])  # the first of equals
+    us = {t: round(s * 1e6, 3) if s < math.inf else 0.0 for t, s in seconds.items()}
+    op, m, n, k, dtype = problem
+    entry = Entry(op, k, n, configs.bucket(m), dtype, journal.version, fastest, us[fastest], us[default])
+    return Found(before, us[before], entry if seconds[fastest] < math.inf else None)
 
 
 def merge(path: Path, name: str, new: Sequence[Entry]) -> None:
@@ -360,35 +367,19 @@ def _call(p: Problem, seed: int, device: str = "cuda") -> tuple[Callable[[], Res
         return torch.empty_like(x).index_copy_(0, order, x)
 
     name, m, n, k, _ = p
-    if name == "masked_weights":
-        g, x = draw(m, n), draw(m, k)
-        return (
-            lambda: masked_weights.weight_gradients(g, x, rows, counts),
-            lambda: by.weights(g, x, True, True),
-        )
+    if name in ("masked_weights", "masked_ffn_weights"):
+        g, x, gather = draw(m, n), draw(m, k), name == "masked_weights"
+        both = partial(masked_weights.weight_gradients, g, x, rows, counts, gather_g=gather)
+        return both, lambda: by.weights(g if gather else unsorted(g), x, True, True)
     if name == "masked_few_weights":
         g, x, w, u = draw(m, n), draw(m, k), draw(n, k), draw(n, k)
-        return (
-            lambda: masked_gradients.gradients(g, x, w, u, rows, counts),
-            lambda: (by.linear(g, w.T, u.T), *by.weights(g, x, True, True)),
-        )
-    if name == "masked_ffn_weights":
-        g, x = draw(m, n), draw(m, k)
-        return (
-            lambda: masked_weights.weight_gradients(g, x, rows, counts, gather_g=False),
-            lambda: by.weights(unsorted(g), x, True, True),
-        )
-    if name == "masked_linear":
-        x, w, u = draw(m, k), draw(n, k), draw(n, k)
-        return lambda: (masked_linear.product(x, w, u, rows, counts),), lambda: (by.linear(x, w, u),)
-    if name == "masked_linear_t":
-        x, w, u = draw(m, k), draw(k, n).T, draw(k, n).T
-        return lambda: (masked_linear.product(x, w, u, rows, counts),), lambda: (by.linear(x, w, u),)
-    if name == "masked_ffn_down":
-        x, w, u = draw(m, k), draw(n, k), draw(n, k)
+        every = partial(masked_gradients.gradients, g, x, w, u, rows, counts)
+        return every, lambda: (by.linear(g, w.T, u.T), *by.weights(g, x, True, True))
+    if name in ("masked_linear", "masked_linear_t", "masked_ffn_down"):
+        x, (w, u) = draw(m, k), [draw(k, n).T if name == "masked_linear_t" else draw(n, k) for _ in range(2)]
         return (
             lambda: (masked_linear.product(x, w, u, rows, counts, operator=name),),
-            lambda: (by.linear(unsorted(x), w, u),),
+            lambda: (by.linear(unsorted(x) if name == "masked_ffn_down" else x, w, u),),
         )
     if name == "masked_ffn_input":
         x, w, u, v, z = draw(m, 2 * k), draw(k, n).T, draw(k, n).T, draw(k, n).T, draw(k, n).T
@@ -417,10 +408,15 @@ def _call(p: Problem, seed: int, device: str = "cuda") -> tuple[Callable[[], Res
 
 
 def check(p: Problem, tiles: Tiles, ours: Results, truth: Results) -> None:
-    """Raise Failed if a result differs from torch's by more than the rounding of the dtype."""
+    """Raise Failed if a result differs from torch's by more than the rounding of the dtype; one that torch finds to be
+    zero, as the gradient of the weights of an expert without rows, must be exactly zero."""
     allowed = max(4 * torch.finfo(DTYPES[p.dtype]).eps, 1e-5)
+    norm = torch.linalg.vector_norm
     for mine, other in zip(ours, truth, strict=True):
-        off = (torch.linalg.vector_norm(mine.float() - other.float()) / torch.linalg.vector_norm(other.float())).item()
+        parts = zip(*(t.chunk(-(-t.numel() // PART)) for t in (mine, other)), strict=True)
+        norms = [torch.stack([norm(b.float()), norm(a - b.float())]) for a, b in parts]
+        scale, off = norm(torch.stack(norms), dim=0).tolist()
+        off = off / scale if scale else math.inf if off else 0.0  # NaN counts as true
         if not off <= allowed:
             raise Failed(f"{p.operator} with {tiles} is off by {off:.2e}, {allowed:.2e} allowed")
 
@@ -436,27 +432,33 @@ def compile_on_gpu(p: Problem, tiles: list[Tiles]) -> list[float]:
     return [0.0] * len(tiles)
 
 
+def sets_of_inputs(p: Problem, l2: int) -> int:
+    """The number of sets of inputs that a trial is timed on, half of them for each share of rows: calls on all of them
+    read and write at least twice the bytes of the L2, or there are SETS. Sets below l2 / SETS bytes stay in the L2."""
+    size = DTYPES[p.dtype].itemsize * (p.m * (p.n + p.k) + 2 * p.n * p.k)
+    return max(2, min(SETS, 2 * -(-l2 // size)))
+
+
 @torch.no_grad()
 def measure_on_gpu(p: Problem, tiles: list[Tiles]) -> list[float]:
-    """Seconds of each of the tiles, after their results were checked."""
-    size = DTYPES[p.dtype].itemsize * (p.m * (p.n + p.k) + 2 * p.n * p.k)
-    pairs = max(1, min(8, -(-measure.l2_bytes(torch.device("cuda")) // size)))  # of both shares of rows
-    calls = [_call(p, seed) for seed in range(2 * pairs)]
-    truths = [expected() for _, expected in calls[:2]]
-    rivals = []
+    """Seconds of each of the tiles, after their results were checked, one call after the other."""
+    calls = [_call(p, seed) for seed in range(sets_of_inputs(p, measure.l2_bytes(torch.device("cuda"))))]
 
     def run(t: Tiles, ours: Callable[[], Results]) -> Results:
         configs.forced[p.operator] = t
         return ours()
 
     try:
-        for t in tiles:
-            for (ours, _), truth in zip(calls[:2], truths, strict=True):
+        for ours, expected in calls[:2]:
+            truth = expected()
+            for t in tiles:
                 torch.use_deterministic_algorithms(True)  # fills new results with NaN: unwritten elements are found
                 result = run(t, ours)
                 torch.use_deterministic_algorithms(False)
                 check(p, t, result, truth)
-            rivals.append([lambda t=t, ours=ours: run(t, ours) for ours, _ in calls])
+                del result
+            del truth
+        rivals = [[lambda t=t, ours=ours: run(t, ours) for ours, _ in calls] for t in tiles]
         return [timing.seconds for timing in measure.time_on_gpu(rivals, 0.05)]
     except (triton.runtime.errors.OutOfResources, triton.runtime.errors.PTXASError) as error:
         raise Failed(str(error)) from None
@@ -473,19 +475,24 @@ def tune(
     budget: float,
     report: Callable[[Problem, Tiles, float | None], None] = lambda *_: None,
     clock: Callable[[], float] = time.monotonic,
-    ahead: Ahead | None = None,
-) -> list[Entry]:
-    """Search every problem within its share of the budget (seconds); save each winner at once to the user's file."""
+    ahead: Compilers | None = None,
+) -> list[Found]:
+    """Search every problem within its share of the budget (seconds), from the tiles in use; save each winner at once to
+    the user's file."""
     path = configs.file_of(folder, gpu.name)
     journal = Journal(path.with_suffix(".trials.jsonl"))
-    entries = []
+    found = []
     end = clock() + budget
     for at, problem in enumerate(todo):
-        tried = candidates(problem, gpu)
+        default, *others = candidates(problem, gpu)
+        (op, m, *_), known, here = problem, configs.entries(gpu, folder), (journal.version, gpu.multiprocessors)
+        before = configs.choose(*known, op, configs.bucket(m), problem.n, problem.k, problem.dtype, *here) or default
+        tried = list(dict.fromkeys((before, default, *others)))
         share = (end - clock()) / (len(todo) - at)
         for tiles, seconds in search(problem, tried, measure_, journal, share, clock, ahead):
             report(problem, tiles, seconds)
-        entries.append(best(problem, tried[0], measure_, journal))
-        merge(path, gpu.name, entries[-1:])
+        found.append(best(problem, before, default, measure_, journal))
+        if entry := found[-1].entry:
+            merge(path, gpu.name, [entry])
     configs.reload()
-    return entries
+    return found

@@ -23,7 +23,8 @@ def tune(
 ) -> None:
     """Find the fastest tile sizes of the masked kernels for a shape on this GPU and save them for later calls.
 
-    May be stopped at any time; the next run continues. Saved in the user's cache directory, one file per GPU model.
+    They are never slower than the tile sizes in use before, which are timed together with them. May be stopped at any
+    time; the next run continues. Saved in the user's cache directory, one file per GPU model.
     """
     with Steps("loading torch", total=budget) as steps:  # seconds: the search ends with its budget
         pick_device("cuda")
@@ -53,13 +54,21 @@ def tune(
             process.close()
             compilers.close()
     table = Table(title=gpu.name)
-    for column in ("kernel", "tiles", "us", "default, us", "speed-up"):
+    for column in ("kernel", "tiles", "us", "before, us", "speed-up", "default, us"):
         table.add_column(column, overflow="fold")
-    for p, e in zip(todo, found, strict=True):
-        gain = f"{e.default_us / e.us:.3f}" if e.us else ""
-        table.add_row(_problem_name(p), str(e.tiles), f"{e.us:.1f}", f"{e.default_us:.1f}", gain)
-    console.print(table)
-    console.print(f"written: {configs.file_of(configs.user_folder(), gpu.name)}")
+    for p, (_, before_us, e) in zip(todo, found, strict=True):
+        if e:
+            times = f"{e.us:.1f}", _time(before_us), f"{before_us / e.us:.3f}" if before_us else "", _time(e.default_us)
+            table.add_row(_problem_name(p), str(e.tiles), *times)
+    if table.rows:
+        console.print(table)
+        console.print(f"written: {configs.file_of(configs.user_folder(), gpu.name)}")
+    if failed := [_problem_name(p) for p, f in zip(todo, found, strict=True) if f.entry is None]:
+        raise fail(f"no tile sizes could be timed, and those in use are kept, for {', '.join(failed)}", 1)
+
+
+def _time(us: float) -> str:
+    return f"{us:.1f}" if us else "failed"
 
 
 def _problem_name(p: Any) -> str:

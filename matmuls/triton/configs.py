@@ -1,4 +1,4 @@
-"""Tile configurations of the kernels: from the user's file, the shipped file, the nearest shipped shape, or a default.
+"""Tile configurations of the kernels: from the nearest shape in the user's file or the shipped file, or a default.
 
 `matmuls tune` writes the user's file, one per GPU model, in the user's cache directory. Files are JSON and not trusted:
 a broken, foreign or oversized file, or an entry of a later version, is reported once and ignored.
@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 SCHEMA = 1
 LARGEST_FILE = 1 << 20  # bytes; a thousand entries take a fifth of it
 INVARIANT_ROWS = 1024  # the bucket of all row counts under handles(batch_invariant=True)
-NEAR = 3.0  # how many doublings of M, K and N together a shipped shape may differ
+NEAR = 3.0  # how many doublings of M, K and N together the shape of an entry may differ
 SHIPPED = Path(__file__).parent / "shipped"
 # The GPU whose shipped file serves all GPUs of a capability, whose multiprocessors are alike.
 SHIPPED_FOR = {(9, 0): "NVIDIA H200"}
@@ -223,11 +223,15 @@ def write(path: Path, name: str, entries: Iterable[Entry], unknown: Iterable[dic
     files.write(path, json.dumps(content, indent=1) + "\n")
 
 
+def entries(gpu: Gpu, folder: Path) -> tuple[list[Entry], list[Entry]]:
+    """The user's, from the file in `folder`, and the shipped ones."""
+    like = SHIPPED_FOR.get(gpu.capability, gpu.name)
+    return read(file_of(folder, gpu.name), gpu.name), read(file_of(SHIPPED, like), like)
+
+
 @functools.cache
 def _entries(gpu: Gpu) -> tuple[list[Entry], list[Entry]]:
-    """The user's and the shipped ones."""
-    like = SHIPPED_FOR.get(gpu.capability, gpu.name)
-    return read(file_of(user_folder(), gpu.name), gpu.name), read(file_of(SHIPPED, like), like)
+    return entries(gpu, user_folder())
 
 
 def reload() -> None:
@@ -263,18 +267,21 @@ def choose(
     version: str,
     multiprocessors: int,
 ) -> Tiles | None:
-    """The user's entry for this K, N and Triton version with the nearest M, else the nearest shipped one, else None."""
+    """The nearest entry: one of the user's for this K, N and Triton version, or a shipped one; the user's if both are
+    equally near, None if all are farther than NEAR.
+
+    A user's entry without a time is ignored: earlier versions wrote the default as one if every trial had failed.
+    """
 
     def distance(e: Entry) -> float:
         return sum(abs(math.log2(a / b)) for a, b in ((e.m, m), (e.n, n), (e.k, k)))
 
-    own = [e for e in mine if (e.operator, e.k, e.n, e.dtype, e.triton) == (operator, k, n, dtype, version)]
-    if own:
-        return min(own, key=distance).tiles
-    fits = [e for e in shipped if (e.operator, e.dtype) == (operator, dtype) and distance(e) <= NEAR]
-    if not fits:
+    own = [e for e in mine if (e.operator, e.k, e.n, e.dtype, e.triton) == (operator, k, n, dtype, version) and e.us]
+    given = [e for e in shipped if (e.operator, e.dtype) == (operator, dtype)]
+    near = [e for e in (*own, *given) if distance(e) <= NEAR]
+    if not near:
         return None
-    nearest = min(fits, key=lambda e: (distance(e), e.triton != version))
+    nearest = min(near, key=lambda e: (distance(e), e.triton != version))  # the first of equals
     if operator not in CHUNKED or (nearest.k, nearest.n) == (k, n):
         return nearest.tiles
     return replace(nearest.tiles, split=chunks(nearest.tiles, m, n, k, multiprocessors))
@@ -329,22 +336,28 @@ def tiles(operator: str, m: int, n: int, k: int, dtype: torch.dtype, index: int 
     device = gpu(index)
     name = str(dtype).removeprefix("torch.")
     safe = default(operator, m, n, k, dtype.itemsize, device, tf32)
-    if INTERPRETED or index is None:
+    if INTERPRETED or index is None or tf32:  # `matmuls tune` times float32 without TF32
         return safe
     mine, shipped = _entries(device)
     found = choose(mine, shipped, operator, m, n, k, name, triton.__version__, device.multiprocessors)
     if found is None:
-        _advise(operator, n, k, name, device.name)
+        _advise(operator, m, n, k, name, device.name)
     return found or safe
 
 
-@functools.cache
-def _advise(operator: str, n: int, k: int, dtype: str, name: str) -> None:
+_advised: set[tuple[str, int, int, str, str]] = set()
+
+
+def _advise(operator: str, m: int, n: int, k: int, dtype: str, name: str) -> None:
+    """Warn once for each kernel, K, N and dtype, at the first number of rows that is not tuned."""
+    if (key := (operator, n, k, dtype, name)) in _advised:
+        return
+    _advised.add(key)
     group = "masked_ffn" if operator.startswith("masked_ffn") else "masked_linear"
     layer = (n, k) if operator in ("masked_linear_t", "masked_ffn_down", "masked_ffn_input") else (k, n)
     warnings.warn(
-        f"matmuls: {operator} with K={k}, N={n} in {dtype} is not tuned for {name} and runs with a default; "
-        f"to tune it: matmuls tune {group} --k {layer[0]} --n {layer[1]} --dtype {dtype}",
+        f"matmuls: {operator} with M={m}, K={k}, N={n} in {dtype} is not tuned for {name} and runs with a default; "
+        f"to tune it: matmuls tune {group} --m {m} --k {layer[0]} --n {layer[1]} --dtype {dtype}",
         stacklevel=2,
     )
 

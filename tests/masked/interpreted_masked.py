@@ -291,3 +291,14 @@ def test_the_reference_of_the_tuner(operator):
     tune.check(problem, configs.SMALLEST, ours(), truth())
     with pytest.raises(tune.Failed, match="is off by"):
         tune.check(problem, configs.SMALLEST, ours(), tuple(t * 1.001 for t in truth()))
+
+
+@pytest.mark.parametrize("operator", configs.OPERATORS)
+def test_the_tuner_accepts_an_expert_without_rows(operator):
+    from matmuls import tune
+
+    problem = tune.Problem(operator, 1, 24, 40, "float32")
+    for seed in range(2):
+        ours, truth = tune._call(problem, seed, "cpu")
+        assert any(not t.any() for t in truth()) == (operator in configs.WEIGHTS)
+        tune.check(problem, configs.SMALLEST, ours(), truth())

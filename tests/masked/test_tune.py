@@ -57,6 +57,21 @@ def test_order_of_look_up():
     assert choose([mine], [shipped], operator="masked_weights") is None
 
 
+def test_a_users_entry_does_not_displace_a_shipped_one_of_a_nearer_number_of_rows():
+    mine, shipped = entry(m=65536, tiles=SMALL[1]), entry(m=8192, tiles=SMALL[2])
+    chosen = {m: choose([mine], [shipped], m=m) for m in (512, 8192, 16384, 32768, 65536)}
+    assert chosen == {512: None, 8192: SMALL[2], 16384: SMALL[2], 32768: SMALL[1], 65536: SMALL[1]}
+    assert choose([mine], [], m=8192) == SMALL[1]
+    assert choose([mine], [], m=4096) is None  # the default, which differs for few rows
+
+
+def test_a_users_entry_without_a_time_is_ignored():
+    """Earlier versions wrote the default as one if no trial had a time."""
+    mine, shipped = entry(us=0.0, default_us=0.0), entry(tiles=SMALL[1])
+    assert choose([mine], [shipped]) == shipped.tiles
+    assert choose([mine]) is None
+
+
 def test_chunks_of_rows_follow_the_shape_and_not_the_nearest_entry():
     tuned = entry(operator="masked_ffn_weights", k=1024, n=2048, tiles=Tiles(128, 256, 64, tma=True, split=2))
 
@@ -204,7 +219,7 @@ def test_a_bad_file_is_reported_once_and_a_missing_shape_names_the_command(tmp_p
             assert t == configs.default("masked_linear_t", 8192, n, 512, 2, H200)
     text = [str(w.message) for w in told]
     assert sum("is ignored" in t for t in text) == 1
-    assert sum("matmuls tune masked_linear --k 2048 --n 512 --dtype bfloat16" in t for t in text) == 1
+    assert sum("matmuls tune masked_linear --m 8192 --k 2048 --n 512 --dtype bfloat16" in t for t in text) == 1
     configs.reload()
 
 
@@ -271,24 +286,112 @@ def test_the_search_finds_the_best_within_its_budget_and_resumes(tmp_path):
     second = list(tune.search(PROBLEM, tried, timer, again, 100, FakeClock()))
     assert not {t for t, _ in first} & {t for t, _ in second}
 
-    winner = tune.best(PROBLEM, tried[0], timer, again)
+    winner = tune.best(PROBLEM, tried[0], tried[0], timer, again).entry
     # two fields away from the default; found in 128 of thousands of trials
     assert (winner.tiles.flatten, winner.tiles.tma) == (True, True)
     assert winner.us < winner.default_us == round(speed(tried[0]) * 1e6, 3)
     assert Journal(tmp_path / "trials", version="other").seconds == {}
 
 
-def test_never_worse_than_the_default(tmp_path):
-    """Tiles that were faster alone lose if they are slower when timed together with the default."""
+def test_never_worse_than_the_default_and_the_tiles_in_use(tmp_path):
+    """Tiles that were faster alone lose if they are slower when timed together with those."""
     journal = Journal(tmp_path / "trials")
     for n, t in enumerate(SMALL):
         journal.note(PROBLEM, t, 4e-5 - n * 1e-6)
-    assert tune.best(PROBLEM, SMALL[0], lambda p, ts: [1e-5 + n for n, _ in enumerate(ts)], journal).tiles == SMALL[0]
 
+    def timer(problem, tiles):
+        return [1e-5 + n for n, _ in enumerate(tiles)]
+
+    for before, default in (SMALL[:2], SMALL[1::-1], SMALL[:1] * 2):
+        found = tune.best(PROBLEM, before, default, timer, journal)
+        assert (found.before, found.before_us) == (before, 10.0)
+        assert (found.entry.tiles, found.entry.us) == (before, 10.0)
+        assert found.entry.default_us == (10.0 if before == default else 1000010.0)
+
+
+def test_one_finalist_that_fails_does_not_hide_the_times_of_the_others(tmp_path):
+    journal = Journal(tmp_path / "trials")
+    for t in SMALL:
+        journal.note(PROBLEM, t, 1e-6)
+    seconds = dict(zip(SMALL, (3e-5, 2e-5, None, 2.5e-5), strict=True))
+
+    def timer(problem, tiles):
+        if any(seconds[t] is None for t in tiles):
+            raise Failed("died")
+        return [seconds[t] for t in tiles]
+
+    assert tune.best(PROBLEM, SMALL[0], SMALL[3], timer, journal) == tune.Found(
+        SMALL[0], 30.0, entry(tiles=SMALL[1], us=20.0, default_us=25.0, triton=journal.version)
+    )
+    found = tune.best(PROBLEM, SMALL[2], SMALL[3], timer, journal)  # those in use fail
+    assert (found.before_us, found.entry.tiles) == (0.0, SMALL[1])
+
+
+# ----------------------------------------------------------------------------------------------- what is in use before
+
+
+def in_use(problem, folder):
+    """The tiles that the library runs with on an H200."""
+    own, shipped = configs.entries(H200, folder)
+    version, m = tune.triton.__version__, configs.bucket(problem.m)
+    chosen = configs.choose(own, shipped, problem.operator, m, *problem[2:], version, H200.multiprocessors)
+    return chosen or configs.default(problem.operator, m, problem.n, problem.k, 2, H200)
+
+
+SHIPPED = configs.read(configs.file_of(configs.SHIPPED, H200.name), H200.name)
+
+
+@pytest.mark.parametrize("budget", [0, 3, 40])
+def test_the_shipped_tiles_stay_unless_others_are_faster(budget, tmp_path):
+    """With the times that the shipped file states, and slower ones for all other tiles."""
+    better = [e for e in SHIPPED if e.tiles != configs.default(e.operator, e.m, e.n, e.k, 2, H200)]
+    assert better
+    for e in better:
+        problem = Problem(e.operator, e.m, e.n, e.k, e.dtype)
+        default = configs.default(e.operator, e.m, e.n, e.k, 2, H200)
+        known, tried = {e.tiles: e.us, default: e.us * 1.5}, []
+
+        def timer(problem, tiles, known=known, tried=tried, rest=e.us * 2):
+            tried.extend(tiles)
+            return [known.get(t, rest) * 1e-6 for t in tiles]
+
+        (found,) = tune.tune([problem], H200, tmp_path, timer, budget, clock=FakeClock())
+        assert found.before == found.entry.tiles == in_use(problem, tmp_path) == e.tiles
+        assert found.before_us == found.entry.us == pytest.approx(e.us, abs=1e-3)
+        assert found.entry.default_us == pytest.approx(e.us * 1.5, abs=1e-3)
+        assert tried[:2] == [e.tiles, default]
+
+
+def test_nothing_is_written_if_no_trial_has_a_time(tmp_path):
     def fails(problem, tiles):
-        raise Failed("died")
+        raise Failed("is off by nan")
 
-    assert tune.best(PROBLEM, SMALL[0], fails, journal).tiles == SMALL[3]
+    todo = [Problem(e.operator, e.m, e.n, e.k, e.dtype) for e in SHIPPED]
+    before = [in_use(p, tmp_path) for p in todo]
+    found = tune.tune(todo, H200, tmp_path, fails, 200, clock=FakeClock())
+    assert found == [(t, 0.0, None) for t in before]
+    assert not configs.file_of(tmp_path, H200.name).exists()
+    assert [in_use(p, tmp_path) for p in todo] == before
+
+
+def test_an_earlier_winner_stays_without_the_journal_and_if_a_later_search_fails(tmp_path):
+    """One row shares its entry with 16."""
+    problem = PROBLEM._replace(operator="masked_weights", m=16)
+    default = tune.candidates(problem, H200)[0]
+
+    def timer(problem, tiles, slow=1e-5):
+        if problem.m == 1:
+            raise Failed("is off by nan")
+        return [slow if t == default else slow / (1 + tune.differences(t, default)) for t in tiles]
+
+    (first,) = tune.tune([problem], H200, tmp_path, timer, 400, clock=FakeClock())
+    assert first.entry.us < first.before_us
+    (failed,) = tune.tune([problem._replace(m=1)], H200, tmp_path, timer, 400, clock=FakeClock())
+    assert (failed.before, failed.entry) == (first.entry.tiles, None)
+    configs.file_of(tmp_path, H200.name).with_suffix(".trials.jsonl").unlink()
+    (again,) = tune.tune([problem], H200, tmp_path, timer, 0, clock=FakeClock())  # time for no trial
+    assert again == (first.entry.tiles, first.entry.us, first.entry)
+    assert in_use(problem, tmp_path) == first.entry.tiles
 
 
 def in_a_process(problem, tiles):
@@ -367,8 +470,8 @@ def test_look_up_reads_what_tune_writes(tmp_path):
     assert len(found) == len(todo) == 10
     assert {p for p, _, _ in told} == set(todo)
     entries = configs.read(configs.file_of(tmp_path, H200.name), H200.name)
-    assert sorted(entries) == sorted(found)
-    for p, e in zip(todo, found, strict=True):
+    assert entries == sorted((f.entry for f in found), key=lambda e: e[:6])
+    for p, (_, _, e) in zip(todo, found, strict=True):
         assert configs.choose(entries, [], p.operator, configs.bucket(p.m), p.n, p.k, p.dtype, e.triton, 132) == e.tiles
 
 

@@ -102,6 +102,8 @@ def linear_(
         return matmul_(x, weight, transb=True, bias=bias, keep_input=keep_input, workspace=workspace)
     except TypeError as error:
         raise clearer(error, "linear_", ("bias",), x=x, weight=weight, bias=bias) from None
+    except RuntimeError as error:
+        raise type(error)(f"linear_, with x as a and weight as b: {error}") from None
 
 
 def feed_forward_(

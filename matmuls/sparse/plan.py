@@ -10,7 +10,7 @@ import torch
 from torch.compiler import is_compiling
 
 from ..registration import expect_dense
-from .csr_pattern import CsrPattern, for_every_stream, is_capturing, pattern_of, relaxed_capture
+from .csr_pattern import CsrPattern, _unsafe_view, for_every_stream, is_capturing, pattern_of, relaxed_capture
 from .default_spmm import check_operands, default_op, default_product, multiply_batch
 from .dtensor import product_of_dtensor
 from .prepared import PreparedCalls, PreparedOp
@@ -270,7 +270,8 @@ class SparsePlan:
         if not is_default and (not transposed or bias is None or bias.dtype == y.dtype):
             rows_of = x if transposed or x.dim() != 2 else None
             self._prepared.record_linear(op, values, (bias, *watched), self._pattern, rows_of, transposed)
-        return y.reshape(*x.shape[:-1], self.shape[-2])
+        # not a view, which FSDP warns about; nothing else refers to y
+        return _unsafe_view(y if x.dim() == 2 else y.contiguous(), (*x.shape[:-1], self.shape[-2]))
 
     def _expect_same_indices(self, name: str) -> None:
         """ValueError if the sparse tensor was written to and has other indices: they share a version with its values,

@@ -177,11 +177,12 @@ Passed passed_of(const py::sequence& given) {
   return passed;
 }
 
-// The rows y in the shape of x but for its last dimension.
+// The rows y, which nothing else refers to, in the shape of x but for its last dimension: not a view of them, which
+// FSDP warns about.
 Tensor in_shape_of(const Tensor& x, const Tensor& y) {
   at::DimVector shape(x.sizes());
   shape.back() = y.size(1);
-  return y.reshape(shape);
+  return at::_unsafe_view(x.dim() == 2 ? y : y.contiguous(), shape);
 }
 
 class PreparedCalls {

@@ -281,7 +281,7 @@ FITTING = "x of shape [..., 6] for x @ A with A of shape [6, 9]"
         (
             lambda a: a @ torch.ones(6).double(),
             RuntimeError,
-            "dense of shape [..., 9, n] beside a sparse matrix",
+            "dense of shape [..., 9, n] for a sparse matrix",
             "[6, 1]",
         ),
     ],

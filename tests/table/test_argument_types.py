@@ -154,3 +154,9 @@ def test_scales_that_are_no_numbers_are_named(call, scale):
     )
     with pytest.raises(RuntimeError, match=expected):
         call(scale)
+
+
+def test_errors_of_linear_say_which_operands_they_mean():
+    expected = r"^linear_, with x as a and weight as b: matmul_: expected b without a gradient"
+    with pytest.raises(RuntimeError, match=expected):
+        matmuls.linear_(X.clone(), X.clone().requires_grad_())

@@ -272,6 +272,25 @@ def test_attention_of_a_plan_that_was_written_to(device):
         sparse_attention(q, q.new_ones(40, 8), torch.randn(40, 8, device=device), made)
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(7, 40), (2, 3, 40), (40,)], ids=str)
+@pytest.mark.parametrize("kernel", [None, "dense"])
+def test_results_of_layers_are_no_views(kernel, shape, bias, device, monkeypatch):
+    """FSDP warns about a module that returns one."""
+    if kernel is not None:
+        monkeypatch.setattr(selector, "SMALLEST", 0)
+    layer = SparseLinear.from_linear(nn.Linear(40, 30, bias=bias, device=device), sparsity=0.7)
+    for frozen in (False, True):
+        layer = layer.freeze() if frozen else layer
+        x = torch.randn(shape, device=device)
+        for recording in (False, True):
+            with torch.set_grad_enabled(recording):
+                for _ in range(3):
+                    y = layer(x)
+                    assert not y._is_view()
+                    torch.testing.assert_close(y.detach(), truth_of(layer, x), rtol=1e-4, atol=1e-5)
+
+
 class _Counted(torch.Tensor):
     """Counts the calls of our operators that torch offers it."""
 

@@ -74,7 +74,7 @@ Call check(const Tensor& offsets, const Tensor& indices, const Tensor& values, c
             transa};
   check_parts(kSpmmOp, call.a, dense);
   TORCH_CHECK(call.dense.sym_size(0) == call.columns(), kSpmmOp, ": expected dense of shape ", transb ? "[n, " : "[",
-              call.columns(), transb ? "]" : ", n]", " beside a sparse matrix of ", call.columns(), " columns, got ",
+              call.columns(), transb ? "]" : ", n]", " for a sparse matrix of ", call.columns(), " columns, got ",
               dense.sym_sizes());
   return call;
 }

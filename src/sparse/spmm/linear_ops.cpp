@@ -2,6 +2,7 @@
 //
 // The product is A x^T by csr_spmm. Its B is x^T [columns, n], n the rows of x; the result [rows, n] is transposed
 // while the bias is added. On a GPU, few operands (few.h) take one kernel forward and one for each gradient.
+#include <ATen/ops/_unsafe_view.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
@@ -59,9 +60,9 @@ Tensor product(const Pattern& p, const Tensor& values, const Tensor& b, int64_t 
 Tensor result(const Tensor& y_t, const Tensor& x, const Tensor& bias) {
   auto shape = c10::SymDimVector(x.sym_sizes());
   shape.back() = y_t.sym_size(0);
-  if (!bias.defined()) return y_t.t().contiguous().view_symint(shape);
-  if (is_traced(x))
-    return at::add(y_t.t(), bias).contiguous().view_symint(shape);  // a DTensor makes its results itself
+  if (!bias.defined()) return at::_unsafe_view_symint(y_t.t().contiguous(), shape);
+  if (is_traced(x))  // a DTensor makes its results itself
+    return at::_unsafe_view_symint(at::add(y_t.t(), bias).contiguous(), shape);
   const Tensor y = at::empty_symint(shape, x.options());
   Tensor rows = y.view_symint({y_t.sym_size(1), y_t.sym_size(0)});
   at::add_out(rows, y_t.t(), bias);

@@ -30,7 +30,7 @@ c10::SymDimVector check_product(const Pattern& p, const Tensor& values, const Te
                     ": expected values of shape [..., ", p.col.sym_size(0), "], one for each nonzero, got ",
                     values.sym_sizes());
   TORCH_CHECK(dense.dim() >= 2 && dense.sym_size(-2) == columns, kOp, ": expected dense of shape [..., ", columns,
-              ", n] beside a sparse matrix of ", columns, " columns, got ", dense.sym_sizes());
+              ", n] for a sparse matrix of ", columns, " columns, got ", dense.sym_sizes());
   TORCH_CHECK_VALUE(!p.t_crow.defined() || p.t_crow.sym_size(0) == columns + 1, kOp, ": expected t_crow of shape [",
                     columns + 1, "], got ", p.t_crow.defined() ? p.t_crow.sym_sizes() : c10::SymIntArrayRef{});
   const auto values_lead = values.sym_sizes().slice(0, values.dim() - 1);

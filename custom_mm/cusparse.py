@@ -142,7 +142,7 @@ def cusparse_spmm(
                 [60.]])
     """
     if out is None and beta != 0:
-        raise ValueError(f"cusparse_spmm: expected out= beside beta={beta}, which multiplies it")
+        raise ValueError(f"cusparse_spmm: expected out= with beta={beta}, which multiplies it")
     if out is not None and prepared is not None:
         raise ValueError("cusparse_spmm: expected out= or prepared=, got both")
     _check_parts("cusparse_spmm", layout, offsets, indices, values, rows, columns)
@@ -239,9 +239,9 @@ def cusparse_sddmm(
         >>> custom_mm.cusparse_sddmm(torch.tensor([0, 1, 2]), torch.tensor([1, 0]), a, b)
         tensor([4., 6.])
     """
-    if offsets.dim() == 1 and offsets.shape[0] > 0 and b.dim() == 2:
-        check_parts("cusparse_sddmm", "csr", offsets, columns, offsets.shape[0] - 1, b.shape[1], 1, 1)
     try:
+        if offsets.dim() == 1 and offsets.shape[0] > 0 and b.dim() == 2:
+            check_parts("cusparse_sddmm", "csr", offsets, columns, offsets.shape[0] - 1, b.shape[1], 1, 1)
         return _cusparse_sddmm(offsets, columns, a, b, alpha)
-    except RuntimeError as error:
+    except (RuntimeError, AttributeError) as error:
         raise clearer(error, "cusparse_sddmm", offsets=offsets, columns=columns, a=a, b=b) from None

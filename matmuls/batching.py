@@ -31,7 +31,7 @@ def _register(operator: _Operator, rule: _Rule) -> None:
     def batched(info: Any, dims: _Dims, *args: Any) -> tuple[Any, Any]:
         if _writes(operator) and dims[0] is None:
             name, first = operator._schema.name.partition("::")[2], operator._schema.arguments[0].name
-            fail(name, f"{first}, which is written over, to be batched by vmap", "one that is not beside one that is")
+            fail(name, f"{first}, which is written over, to be batched by vmap", "one that is not, with one that is")
         missing = defaults[len(args) :]
         return rule(info.batch_size, (*dims, *(None for _ in missing)), *args, *missing)
 

@@ -8,7 +8,7 @@ from torch.autograd.function import Function
 from torch.compiler import is_dynamo_compiling
 
 from custom_mm import _C
-from custom_mm.arguments import clearer
+from custom_mm.arguments import clearer, type_name
 
 from .registration import fail, number, signature_of_apply
 
@@ -70,8 +70,10 @@ def scaled_masked_softmax(
             return (_masked if is_dynamo_compiling() else _call)(x, mask, scale, causal)
         _masked_(x, mask, scale, causal)
     except RuntimeError as error:
-        number(_NAME, "a scale", scale)
-        raise about_mask(clearer(error, _NAME, ("mask",), x=x, mask=mask), mask) from None
+        found = about_mask(clearer(error, _NAME, ("mask",), x=x, mask=mask), mask)
+        if found is error and not hasattr(scale, "__float__"):
+            found = RuntimeError(f"{_NAME}: expected a scale to be a number, got {type_name(scale)}")
+        raise found from None
     return x
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
+from custom_mm.arguments import clearer
 from custom_mm.indices import version_of
 
 from . import inplace
@@ -396,6 +397,8 @@ class SparseLinear(nn.Module):
             y = calls(x, own.get("values"), own.get("bias"), buffers["offsets"], buffers["columns"])
             if y is not None:  # a call prepared before: `plan` would have changed nothing
                 return y
+        if not isinstance(x, Tensor):
+            raise clearer(TypeError(), "SparseLinear", x=x)
         if x.shape[-1:] != (self.in_features,):
             raise RuntimeError(f"SparseLinear: expected x of shape [..., {self.in_features}], got {list(x.shape)}")
         multiply = self.plan()._linear

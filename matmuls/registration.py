@@ -6,7 +6,8 @@ calls that were made before do not come here.
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from contextlib import suppress
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -14,13 +15,14 @@ from torch.autograd import forward_ad
 from torch.autograd.function import Function, once_differentiable
 
 from custom_mm import _C
+from custom_mm.arguments import type_name
 
 REPLAYS = hasattr(_C, "replay_on_gpu")  # a build with CUDA
 library: Any = torch.library.Library("custom_mm", "FRAGMENT")  # type: ignore[no-untyped-call]
 _ops = torch.ops.custom_mm
 
 
-def fail(name: str, expected: str, got: object) -> None:
+def fail(name: str, expected: str, got: object) -> NoReturn:
     raise RuntimeError(f"{name}: expected {expected}, got {got}")
 
 
@@ -31,10 +33,10 @@ def number(name: str, what: str, x: float | Tensor) -> float:
         fail(name, f"{what} without a gradient", "one that requires grad; multiply by it instead")
     if isinstance(x, Tensor) and x.numel() != 1:
         fail(name, f"{what} to be a number", f"a tensor of shape {list(x.shape)}")
-    try:
-        return float(x)
-    except (TypeError, ValueError):
-        fail(name, f"{what} to be a number", repr(x))
+    if hasattr(x, "__float__"):
+        with suppress(TypeError, ValueError, OverflowError, RuntimeError):
+            return float(x)
+    fail(name, f"{what} to be a number", f"a tensor in {x.dtype}" if isinstance(x, Tensor) else type_name(x))
 
 
 def expect_dense(name: str, **given: object) -> None:

@@ -343,7 +343,7 @@ def inplace_softmax_backward(
     if list(d_ov.shape) != expected[0] or list(values.shape) != expected[1]:
         raise RuntimeError(
             f"{name}: expected d_ov of shape {expected[0]} and values of shape {expected[1]} "
-            f"beside output of shape {list(output.shape)}, got {list(d_ov.shape)} and {list(values.shape)}"
+            f"for output of shape {list(output.shape)}, got {list(d_ov.shape)} and {list(values.shape)}"
         )
     _scores_backward_(output, d_ov, values, PIECE_BYTES)
     return output

@@ -51,7 +51,8 @@ class Problem(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a search found: the fastest tiles, and those in use before; both times are of one measurement."""
+    """What a search found: the fastest tiles, and those in use before. The times are of one measurement, unless tiles
+    failed in it: then each was measured alone."""
 
     before: Tiles
     before_us: float  # 0: they failed

@@ -38,7 +38,7 @@ def bench(
     if out is not None:
         need_writable("--out", out)
     if matrices is not None and not (kernels and matrices.is_dir()):
-        raise fail(f"--matrices is a folder, beside --kernels, got {matrices}")
+        raise fail(f"--matrices is a folder, with --kernels, got {matrices}")
     if labels and kernels:
         raise fail("--case does not go with --kernels, whose cases have no labels")
     if kernels:

@@ -35,7 +35,8 @@ def spmm(
         typer.Option(help="cusparse, torch.sparse, scipy, dense or torch 2:4; may be repeated (default: all)"),
     ] = None,
     distributed: Annotated[
-        bool, typer.Option("--distributed", help="rows over the processes of torchrun, beside an all-gather of B")
+        bool,
+        typer.Option("--distributed", help="rows over the processes of torchrun, compared with an all-gather of B"),
     ] = False,
     weak: Annotated[
         bool, typer.Option("--weak", help="with --distributed: drawn matrices grow with the processes")

@@ -23,8 +23,9 @@ def tune(
 ) -> None:
     """Find the fastest tile sizes of the masked kernels for a shape on this GPU and save them for later calls.
 
-    They are never slower than the tile sizes in use before, which are timed together with them. May be stopped at any
-    time; the next run continues. Saved in the user's cache directory, one file per GPU model.
+    For the number of rows that is timed, they are never slower than the tile sizes in use before, which are timed
+    together with them. May be stopped at any time; the next run continues. Saved in the user's cache directory, one
+    file per GPU model.
     """
     with Steps("loading torch", total=budget) as steps:  # seconds: the search ends with its budget
         pick_device("cuda")

@@ -2,7 +2,6 @@
 // would first convert the arguments by the operator's schema, to a stack, and its result back, about 1.5 us.
 #include "python_calls.h"
 
-#include <ATen/PythonTorchFunctionTLS.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/jit/frontend/tracer.h>
@@ -10,6 +9,7 @@
 #include <optional>
 
 #include "dense/ops.h"
+#include "glue/function_modes.h"
 #include "rows/ops.h"
 
 namespace matmuls {
@@ -28,7 +28,7 @@ struct Arguments {
   const at::Tensor& tensor(int i) const { return THPVariable_Unpack(all[i]); }
   bool flag(int i) const { return all[i] == Py_True; }
 
-  static bool are_overridden() { return at::impl::torch_function_mode_enabled() || torch::jit::tracer::isTracing(); }
+  static bool are_overridden() { return is_overridden_by_mode() || torch::jit::tracer::isTracing(); }
   PyObject* to_torch_ops(const char* name) const {
     const py::object ops = py::module_::import("torch").attr("ops");
     const py::object operation = ops.attr("custom_mm").attr(name).attr("default");

@@ -199,7 +199,7 @@ class DistributedPlan:
         uneven = [what for what in (self.rows, self.columns) if list(what) != even(sum(what), len(what))]
         if uneven:
             raise ValueError(
-                f"{self._group}: expected rows as Shard(0) has them beside a DTensor, got {list(uneven[0])}; "
+                f"{self._group}: expected rows as Shard(0) has them for a DTensor, got {list(uneven[0])}; "
                 "take x.to_local(), or split by rows"
             )
         y = self @ x.to_local()

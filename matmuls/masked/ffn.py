@@ -264,10 +264,10 @@ def masked_ffn(
         tensor([[ 0.7311],
                 [-0.7311]])
     """
-    rows, counts, _ = planned("masked_ffn", mask, x)
     try:
+        rows, counts, _ = planned("masked_ffn", mask, x)
         return _ffn_op(x, w1, w2, w3, u1, u2, u3, rows, counts, recompute)
-    except RuntimeError as error:
+    except (RuntimeError, AttributeError) as error:
         raise clearer(error, "masked_ffn", x=x, w1=w1, w2=w2, w3=w3, u1=u1, u2=u2, u3=u3) from None
 
 

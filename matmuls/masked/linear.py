@@ -419,10 +419,10 @@ def masked_linear(
         tensor([[ 1.],
                 [40.]])
     """
-    rows, counts, known = planned("masked_linear", mask, x)
     try:
+        rows, counts, known = planned("masked_linear", mask, x)
         return _linear(x, w1, w2, rows, counts, b1, b2, known)
-    except RuntimeError as error:
+    except (RuntimeError, AttributeError) as error:
         raise clearer(error, "masked_linear", ("b1", "b2"), x=x, w1=w1, w2=w2, b1=b1, b2=b2) from None
 
 

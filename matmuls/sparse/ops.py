@@ -94,7 +94,7 @@ def spmm(
         if isinstance(a, SparsePlan):
             return a._multiply(b)
     if out is None and beta != 0:
-        raise ValueError(f"spmm: expected out= beside beta={beta}, which multiplies it")
+        raise ValueError(f"spmm: expected out= with beta={beta}, which multiplies it")
     pattern, values, shape = _parts("spmm", a)
     check_operands(shape, b, out)
     if b.dim() == 1:
@@ -306,7 +306,7 @@ class cusparseMM(InplaceFunction):
         expect_dense("cusparseMM", b=b)
         if a.dim() < 2 or (a.dim() > 2 and a.shape[:-2] != b.shape[:-2]):
             raise RuntimeError(
-                f"cusparseMM: expected a of shape [M, K], or [..., M, K] beside b of the same leading dimensions, "
+                f"cusparseMM: expected a of shape [M, K], or [..., M, K] for b of the same leading dimensions, "
                 f"got {list(a.shape)} and {list(b.shape)}"
             )
         apply: Callable[..., torch.Tensor] = cls._apply
@@ -326,7 +326,7 @@ class cusparseMM(InplaceFunction):
         ctx.save_for_backward(a, b, values)
         if b.dim() < 2 or b.shape[-2] != a.shape[-1]:
             raise RuntimeError(
-                f"cusparseMM: expected b of shape [..., {a.shape[-1]}, n] beside a of {a.shape[-1]} columns, "
+                f"cusparseMM: expected b of shape [..., {a.shape[-1]}, n] for a of {a.shape[-1]} columns, "
                 f"got {list(b.shape)}"
             )
         dense = folded("cusparseMM", csr, a.shape[:-2], b, "b")

@@ -41,7 +41,7 @@ def expect_operands(name: str, a: Operand, b: Operand) -> None:
     """RuntimeError unless A @ B is defined."""
     if a.shape[1] != b.shape[0]:
         raise RuntimeError(
-            f"{name}: expected B of {a.shape[1]} rows beside A of shape {list(a.shape)}, got {list(b.shape)}"
+            f"{name}: expected B of {a.shape[1]} rows for A of shape {list(a.shape)}, got {list(b.shape)}"
         )
     if (a.values.dtype, a.values.device) != (b.values.dtype, b.values.device):
         raise RuntimeError(

@@ -184,7 +184,7 @@ def _affine_bad(draw: Draw) -> Iterator[Bad]:
     a, b = draw(3, 4), draw(4, 5)
     yield Bad(Call((a, draw(6, 5), draw(5))), "cublaslt_matmul: expected a and b with equal inner sizes, got 4 and 6")
     yield Bad(Call((a, b, draw(4))), r"cublaslt_matmul: expected bias of shape \[5\]")
-    yield Bad(Call((a, draw(4), draw(1))), "cublaslt_matmul: expected b of at least two dimensions beside a bias")
+    yield Bad(Call((a, draw(4), draw(1))), "cublaslt_matmul: expected b of at least two dimensions with a bias")
     yield Bad(Call((a, b, None, "tanh")), "cublaslt_matmul: expected activation None, 'relu', 'gelu' or 'gelu_tanh'")
     if draw.dtype.is_complex:
         yield Bad(Call((a, b, None, "relu")), "cublaslt_matmul: expected no activation")

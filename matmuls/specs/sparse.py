@@ -453,7 +453,7 @@ TABLE: tuple[Spec, ...] = (
             [
                 Bad(
                     Call((draw(3, 4), draw(5, 2))),
-                    r"cusparseMM: expected b of shape \[..., 4, n\] beside a of 4 columns",
+                    r"cusparseMM: expected b of shape \[..., 4, n\] for a of 4 columns",
                 )
             ]
         ),

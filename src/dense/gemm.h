@@ -68,7 +68,7 @@ void check_out(const char* op, const at::Tensor& out, c10::IntArrayRef shape, st
 // bias: one value per column of the product.
 template <class Int>
 void check_bias(const char* op, c10::ArrayRef<Int> bias, const ProductShape<Int>& shape) {
-  TORCH_CHECK(!shape.b_vector, op, ": expected b of at least two dimensions beside a bias, got a vector");
+  TORCH_CHECK(!shape.b_vector, op, ": expected b of at least two dimensions with a bias, got a vector");
   TORCH_CHECK(bias.size() == 1 && equal(bias[0], shape.n), op, ": expected bias of shape [", shape.n,
               "], one value per column of the product, got ", bias);
 }

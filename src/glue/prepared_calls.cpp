@@ -4,7 +4,6 @@
 #include "glue/prepared_calls.h"
 
 #include <ATen/Context.h>
-#include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/SparseCsrTensorImpl.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -24,6 +23,7 @@
 
 #include "glue/autograd.h"
 #include "glue/batch_invariance.h"
+#include "glue/function_modes.h"
 #include "glue/handles.h"
 
 namespace matmuls {
@@ -193,7 +193,7 @@ class PreparedCalls {
     const auto overridden = [](const py::sequence& some) {
       return std::any_of(some.begin(), some.end(), is_overridden);
     };
-    if (overridden(arguments) || overridden(passed)) return;
+    if (is_overridden_by_mode() || overridden(arguments) || overridden(passed)) return;
     const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), "");
     const auto& expected = op.schema().arguments();
     Stack stack;
@@ -281,7 +281,7 @@ class PreparedCalls {
 
   // The call for x, if there is one that still holds; one that does not is dropped.
   const Call* find(const Tensor& x, const Passed& passed) {
-    if (at::impl::torch_function_mode_enabled()) return nullptr;
+    if (is_overridden_by_mode()) return nullptr;
     const Modes now;
     for (auto call = calls_.begin(); call != calls_.end(); ++call) {
       if (!call->is_for(x, passed, now)) continue;
@@ -317,6 +317,7 @@ std::optional<ReadyCall> ready_call(py::handle calls, const Tensor& x, py::handl
 }
 
 void define_prepared_calls(py::module_& m) {
+  find_device_context();
   py::class_<PreparedCalls>(m, "PreparedCalls")
       .def(py::init())
       .def("bind", &PreparedCalls::bind, py::arg("name"), py::arg("arguments"), py::arg("at"), py::arg("passed"),

@@ -225,7 +225,7 @@ Candidate Candidates::unaligned_warps(RowForm form) const {
   for (const auto& [threads, vectors] : kCompiled) {
     if (most > vectors * threads || least < (vectors - 1) * threads) continue;
     Candidate c =
-        even(form, vectors, threads, false, "whole vectors for a warp or half a warp, edge elements beside them");
+        even(form, vectors, threads, false, "whole vectors for a warp or half a warp, edge elements one by one");
     if (c) c->unaligned = true, c->rows_per_block = even_rows_per_block(threads, true);
     return c;
   }

@@ -253,14 +253,14 @@ c10::SymDimVector check(const Pattern& p, const Tensor& a, const Tensor& b, cons
   check_like(kSddmm, "b", b, "a", a);
   check_pattern(kSddmm, p, a);
   TORCH_CHECK(a.dim() >= 2 && a.sym_size(-2) == p.sym_rows(), kSddmm, ": expected a of shape [..., ", p.sym_rows(),
-              ", n] beside a pattern of ", p.sym_rows(), " rows, got ", a.sym_sizes());
+              ", n] for a pattern of ", p.sym_rows(), " rows, got ", a.sym_sizes());
   TORCH_CHECK(b.dim() >= 2 && b.sym_size(-2) == columns && b.sym_size(-1) == a.sym_size(-1), kSddmm,
-              ": expected b, transposed, of shape [..., ", columns, ", ", a.sym_size(-1), "] beside a pattern of ",
+              ": expected b, transposed, of shape [..., ", columns, ", ", a.sym_size(-1), "] for a pattern of ",
               columns, " columns, got ", b.sym_sizes());
   const auto lead =
       at::infer_size_symdimvector(a.sym_sizes().slice(0, a.dim() - 2), b.sym_sizes().slice(0, b.dim() - 2));
   if (selected.defined()) {
-    check_floating(kSddmm, "a beside selected", a);
+    check_floating(kSddmm, "a, with selected,", a);
     auto expected = lead;
     expected.push_back(by_column ? columns : p.sym_rows());
     expected.push_back(a.sym_size(-1));

@@ -94,8 +94,8 @@ def test_the_drawn_matrices_are_those_of_the_benchmark():
             ["softmax_", "--kernels"],
             "matmuls: no family of kernels named softmax_; there are rows, dense products, sparse products",
         ),
-        (["--matrices", "."], "matmuls: --matrices is a folder, beside --kernels, got ."),
-        (["--kernels", "--matrices", "nothing"], "matmuls: --matrices is a folder, beside --kernels, got nothing"),
+        (["--matrices", "."], "matmuls: --matrices is a folder, with --kernels, got ."),
+        (["--kernels", "--matrices", "nothing"], "matmuls: --matrices is a folder, with --kernels, got nothing"),
     ],
     ids=str,
 )

@@ -111,3 +111,18 @@ def test_comments_are_plain_english(path):
     found = list(comments(path))
     assert not [(line, text) for line, text in found if re.match(r"\W*Of\s", text)], "a comment that begins with Of"
     assert not [(line, text) for line, text in found if BANNED.search(text)]
+
+
+def literals(path: Path) -> Iterator[str]:
+    """The string literals: names of operations, options, errors."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".py":
+        yield from (n.value for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Constant) and type(n.value) is str)
+    else:
+        yield from re.findall(r'"((?:[^"\\\n]|\\.)*)"', text)
+
+
+@pytest.mark.parametrize("path", files(".py", *CPP), ids=lambda p: str(p.relative_to(ROOT)))
+def test_messages_are_plain_english(path):
+    if "tests" not in path.relative_to(ROOT).parts:
+        assert not [text for text in literals(path) if BANNED.search(text)]

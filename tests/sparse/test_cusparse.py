@@ -228,7 +228,7 @@ def test_mismatched_operands_raise(device):
         ({"layout": "ell"}, "layout to be csr, csc, coo or bsr, got ell"),
         ({"algorithm": "coo_alg1"}, r"algorithm to be default or one of csr_alg\* for this layout, got coo_alg1"),
         ({"algorithm": "csr_alg9"}, "algorithm to be default or one of"),
-        ({"beta": 1.0}, "out= beside beta=1.0"),
+        ({"beta": 1.0}, "out= with beta=1.0"),
     ):
         with pytest.raises(ValueError, match=f"cusparse_spmm: expected {message}"):
             custom_mm.cusparse_spmm(*parts, b, 64, 48, **options)

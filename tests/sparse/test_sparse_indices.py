@@ -81,7 +81,7 @@ def test_mismatched_operands_raise(device):
             call()
     for call, message in (
         (lambda: spmm(a, b, reduce="prod"), "spmm: expected reduce to be sum, mean, max or min, got prod"),
-        (lambda: spmm(a, b, beta=1), "spmm: expected out= beside beta=1"),
+        (lambda: spmm(a, b, beta=1), "spmm: expected out= with beta=1"),
         (lambda: spmm(b, b), "spmm: expected a sparse tensor or a plan"),
         (lambda: sparse_softmax(b[0], a), r"sparse_softmax: expected values of shape \[..., 3\]"),
     ):

@@ -235,7 +235,7 @@ def test_compiled_without_a_limit(device):
 
 def test_errors_say_what_was_expected(device):
     a, b = (draw_sparse(*s, 0.4, device=device).to_sparse_csr() for s in ((4, 5), (5, 3)))
-    with pytest.raises(RuntimeError, match=r"spgemm: expected B of 5 rows beside A of shape \[4, 5\], got \[4, 5\]"):
+    with pytest.raises(RuntimeError, match=r"spgemm: expected B of 5 rows for A of shape \[4, 5\], got \[4, 5\]"):
         spgemm(a, a)
     with pytest.raises(
         RuntimeError, match=r"plan_spgemm: expected B in torch.float32 on .* as A is, got torch.float64"

@@ -8,10 +8,12 @@ import torch
 
 import custom_mm
 import matmuls
+from custom_mm.arguments import type_name
 from matmuls import attention, blocks, nn
 
 ARRAY = np.ones((4, 4), np.float32)
 X, MASK = torch.ones(4, 4), torch.ones(4, dtype=torch.bool)
+SPARSE = nn.SparseLinear.from_linear(torch.nn.Linear(4, 4), sparsity=0.5)
 CSR = torch.tensor([0, 1, 2, 3, 4]), torch.tensor([0, 1, 2, 3]), torch.ones(4)
 
 CALLS = {
@@ -39,7 +41,12 @@ CALLS = {
     ("scaled_masked_softmax", "mask"): lambda no: matmuls.scaled_masked_softmax(X, no),
     ("scaled_masked_softmax_backward", "y"): lambda no: matmuls.scaled_masked_softmax_backward(X, no, 1.0),
     ("mask_plan", "mask"): lambda no: matmuls.mask_plan(no),
+    ("masked_linear", "x"): lambda no: matmuls.masked_linear(no, X, X, MASK),
     ("masked_linear", "w2"): lambda no: matmuls.masked_linear(X, X, no, MASK),
+    ("masked_ffn", "x"): lambda no: matmuls.masked_ffn(no, X, X, X, X, X, X, MASK),
+    ("SparseLinear", "x"): lambda no: SPARSE(no),
+    ("cusparse_sddmm", "offsets"): lambda no: custom_mm.cusparse_sddmm(no, CSR[1], X, X),
+    ("cusparse_sddmm", "b"): lambda no: custom_mm.cusparse_sddmm(*CSR[:2], X, no),
     ("masked_ffn", "u3"): lambda no: matmuls.masked_ffn(X, X, X, X, X, X, no, MASK),
     ("attention", "k"): lambda no: attention.attend(X.view(1, 1, 4, 4), no, X, None, 1.0),
     ("bsr_spmm", "dense"): lambda no: blocks.bsr_spmm(*CSR[:2], torch.ones(4, 1, 1), no, 4),
@@ -137,7 +144,7 @@ def test_masks_of_integers_are_refused_with_the_ways_to_convert_them(call, dtype
     torch.testing.assert_close(call(x.clone(), mask.bool()), call(x.clone(), mask != 0))
 
 
-@pytest.mark.parametrize("scale", ["a", None, [1.0]], ids=str)
+@pytest.mark.parametrize("scale", ["a", "1.5", b"1", None, [1.0]], ids=str)
 @pytest.mark.parametrize(
     "call",
     [
@@ -149,9 +156,7 @@ def test_masks_of_integers_are_refused_with_the_ways_to_convert_them(call, dtype
     ],
 )
 def test_scales_that_are_no_numbers_are_named(call, scale):
-    expected = (
-        rf"^scaled_masked_softmax(_backward)?: expected (a scale|factor) to be a number, got {re.escape(repr(scale))}$"
-    )
+    expected = rf"^scaled_masked_softmax(_backward)?: expected (a scale|factor) to be a number, got {type_name(scale)}$"
     with pytest.raises(RuntimeError, match=expected):
         call(scale)
 
@@ -160,3 +165,9 @@ def test_errors_of_linear_say_which_operands_they_mean():
     expected = r"^linear_, with x as a and weight as b: matmul_: expected b without a gradient"
     with pytest.raises(RuntimeError, match=expected):
         matmuls.linear_(X.clone(), X.clone().requires_grad_())
+
+
+@pytest.mark.parametrize("scale", [torch.tensor(1j), 10**400], ids=["complex", "large"])
+def test_numbers_that_are_no_floats_are_refused(scale):
+    with pytest.raises(RuntimeError, match=r"^scaled_masked_softmax: expected a scale to be a number, got "):
+        matmuls.scaled_masked_softmax_forward(X, None, scale)

@@ -69,7 +69,7 @@ def test_operands_that_no_prepared_call_fits():
         assert made._again(b) is None
         assert (made @ b).dtype == torch.bfloat16
     assert (made @ b).dtype == torch.float32
-    with pytest.raises(ValueError, match="expected out= beside beta"):
+    with pytest.raises(ValueError, match="expected out= with beta"):
         spmm(made, b, beta=1)
     for wrong in (b[:47], b.double(), torch.zeros(48, 32, dtype=torch.int32)):
         with pytest.raises(RuntimeError, match="spmm: expected"):

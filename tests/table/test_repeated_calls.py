@@ -333,3 +333,14 @@ def test_repeated_calls_go_to_modes_and_subclasses_that_override_functions(devic
     layer.bias = bias
     for _ in range(3):
         assert type(layer(b.T)) is _Counted
+
+
+def test_a_default_device_leaves_repeated_calls_in_cpp(device, no_python):
+    a = torch.randn(30, 40, device=device)
+    a = a.where(a > 0.5, 0.0).to_sparse_csr()
+    b, made = torch.randn(40, 8, device=device), plan(a)
+    expected = spmm(a, b), made @ b
+    no_python()
+    with torch.device(device):
+        assert torch.equal(spmm(a, b), expected[0])
+        assert torch.equal(made @ b, expected[1])

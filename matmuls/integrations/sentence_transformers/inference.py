@@ -110,7 +110,8 @@ def _batches(
     model's modules compute. Raises NoTokens."""
     st.eval()
     parts = windows(len(inputs))
-    coming = ahead(lambda part: tokenized(st, inputs[part], prompt, options), parts)
+    thread = device.type == "cpu" and len(parts) > 1
+    coming = ahead(lambda part: tokenized(st, inputs[part], prompt, options), parts, thread)
     # closing waits for the other thread
     with tqdm(total=len(inputs), desc="Texts", disable=not given["show_progress_bar"]) as bar, closing(coming):
         for part, tokens in coming:

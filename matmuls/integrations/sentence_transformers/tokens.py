@@ -126,10 +126,12 @@ def windows(count: int) -> list[slice]:
     return found
 
 
-def ahead(make: Callable[[slice], Tokens], parts: list[slice]) -> Generator[tuple[slice, Tokens], None, None]:
-    """Each part with its tokens. Those of the next part are made in another thread meanwhile, where the tokenizer runs
-    without Python's lock. An exception there is raised here."""
-    if len(parts) < 2:
+def ahead(
+    make: Callable[[slice], Tokens], parts: list[slice], thread: bool
+) -> Generator[tuple[slice, Tokens], None, None]:
+    """Each part with its tokens. With a thread, those of the next part are made there meanwhile, and an exception there
+    is raised here. A GPU computes meanwhile without one: then two threads would only wait for Python's lock."""
+    if not thread:
         yield from ((part, make(part)) for part in parts)
         return
     with ThreadPoolExecutor(1, thread_name_prefix="matmuls-tokenizer") as other:

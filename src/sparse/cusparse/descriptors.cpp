@@ -38,7 +38,7 @@ void check_parts(const char* op, const SparseParts& a, const Tensor& like) {
   const bool blocks = a.layout == Layout::bsr;
   TORCH_CHECK_VALUE(a.values.dim() == (blocks ? 3 : 1) && a.values.sym_size(0) == a.indices.sym_size(0), op,
                     ": expected values of shape [", a.indices.sym_size(0), blocks ? ", height, width" : "",
-                    "] beside as many indices, got ", a.values.sym_sizes());
+                    "], one for each index, got ", a.values.sym_sizes());
   TORCH_CHECK_VALUE(a.rows >= 0 && a.columns >= 0, op, ": expected rows and columns >= 0, got ", a.rows, " and ",
                     a.columns);
   c10::SymInt offsets = a.rows + 1;

@@ -36,8 +36,8 @@ void check(const Pattern& p, const Tensor& values, const Tensor& x, const Tensor
                     ": expected values of shape [", p.col.sym_size(0), "], one for each nonzero, got ",
                     values.sym_sizes());
   TORCH_CHECK_VALUE(!p.t_crow.defined() || p.t_crow.sym_size(0) == x.sym_size(-1) + 1, kLinear,
-                    ": expected t_crow of shape [", x.sym_size(-1) + 1, "] beside x of ", x.sym_size(-1),
-                    " columns, got ", p.t_crow.defined() ? p.t_crow.sym_sizes() : c10::SymIntArrayRef{});
+                    ": expected t_crow of shape [", x.sym_size(-1) + 1, "] for x of ", x.sym_size(-1), " columns, got ",
+                    p.t_crow.defined() ? p.t_crow.sym_sizes() : c10::SymIntArrayRef{});
   if (!bias.defined()) return;
   check_like(kLinear, "bias", bias, "x", x);
   TORCH_CHECK(bias.dim() == 1 && bias.sym_size(0) == p.sym_rows(), kLinear, ": expected bias of shape [", p.sym_rows(),

@@ -37,7 +37,7 @@ c10::SymDimVector check_product(const Pattern& p, const Tensor& values, const Te
   const auto dense_lead = dense.sym_sizes().slice(0, dense.dim() - 2);
   auto shape = c10::SymDimVector(at::infer_size_symdimvector(values_lead, dense_lead));
   if (selected.defined()) {
-    check_floating(kOp, "dense beside selected", dense);
+    check_floating(kOp, "dense, with selected,", dense);
     auto expected = shape;
     expected.push_back(by_column ? columns : p.sym_rows());
     expected.push_back(dense.sym_size(-1));
@@ -126,7 +126,7 @@ Tensor csr_spmm(const Tensor& crow, const Tensor& col, const Tensor& values, con
   const Pattern p = pattern_of(crow, col, order, t_crow, t_col, t_order);
   const Tensor selected = tensor_or_none(maybe_selected);
   const Reduce how = reduce_of(reduce, dense);
-  TORCH_CHECK_VALUE(!selected.defined() || how == Reduce::sum, kOp, ": expected reduce sum beside selected, got ",
+  TORCH_CHECK_VALUE(!selected.defined() || how == Reduce::sum, kOp, ": expected reduce sum with selected, got ",
                     reduce);
   Tensor out =
       in_huge_pages(at::empty_symint(check_product(p, values, dense, columns, selected, by_column), dense.options()));

@@ -6,7 +6,6 @@ calls that were made before do not come here.
 
 import inspect
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, NoReturn
 
 import torch
@@ -31,12 +30,11 @@ def number(name: str, what: str, x: float | Tensor) -> float:
     lost."""
     if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
         fail(name, f"{what} without a gradient", "one that requires grad; multiply by it instead")
-    if isinstance(x, Tensor) and x.numel() != 1:
-        fail(name, f"{what} to be a number", f"a tensor of shape {list(x.shape)}")
-    if hasattr(x, "__float__"):
-        with suppress(TypeError, ValueError, OverflowError, RuntimeError):
-            return float(x)
-    fail(name, f"{what} to be a number", f"a tensor in {x.dtype}" if isinstance(x, Tensor) else type_name(x))
+    if isinstance(x, Tensor) and (x.numel() != 1 or x.is_complex()):
+        fail(name, f"{what} to be a number", f"a tensor of shape {list(x.shape)} in {x.dtype}")
+    if not isinstance(x, Tensor | float | int) and not hasattr(x, "__float__"):
+        fail(name, f"{what} to be a number", type_name(x))
+    return float(x)
 
 
 def expect_dense(name: str, **given: object) -> None:

@@ -167,7 +167,8 @@ def test_errors_of_linear_say_which_operands_they_mean():
         matmuls.linear_(X.clone(), X.clone().requires_grad_())
 
 
-@pytest.mark.parametrize("scale", [torch.tensor(1j), 10**400], ids=["complex", "large"])
-def test_numbers_that_are_no_floats_are_refused(scale):
-    with pytest.raises(RuntimeError, match=r"^scaled_masked_softmax: expected a scale to be a number, got "):
-        matmuls.scaled_masked_softmax_forward(X, None, scale)
+def test_complex_scales_are_refused():
+    with pytest.raises(
+        RuntimeError, match=r"^scaled_masked_softmax: expected a scale to be a number, got a tensor of "
+    ):
+        matmuls.scaled_masked_softmax_forward(X, None, torch.tensor(1j))

@@ -103,7 +103,9 @@ def linear_(
     except TypeError as error:
         raise clearer(error, "linear_", ("bias",), x=x, weight=weight, bias=bias) from None
     except RuntimeError as error:
-        raise type(error)(f"linear_, with x as a and weight as b: {error}") from None
+        if type(error) is not RuntimeError:  # no memory, or torch's own: made in other ways than of a message
+            raise
+        raise RuntimeError(f"linear_, with x as a and weight as b: {error}") from None
 
 
 def feed_forward_(

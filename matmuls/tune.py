@@ -51,8 +51,8 @@ class Problem(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a search found: the fastest tiles, and those in use before. The times are of one measurement, unless tiles
-    failed in it: then each was measured alone."""
+    """The result of a search. Both times are from one measurement; if that failed, each of the tiles was measured
+    alone."""
 
     before: Tiles
     before_us: float  # 0: they failed

@@ -161,7 +161,10 @@ def _masked_bad(draw: Draw) -> Iterator[Bad]:
         Call((x, draw(3, 5) > 0)), rf"{name}: expected a mask whose shape broadcasts to x's \[2, 3, 4\], got \[3, 5\]"
     )
     yield Bad(Call((x, draw(1, 2, 3, 4) > 0)), f"{name}: expected a mask whose shape broadcasts")
-    yield Bad(Call((x, draw(3, 4).to(torch.int32))), f"{name}: expected a mask in Bool, Byte.* got Int")
+    yield Bad(
+        Call((x, draw(3, 4).to(torch.int32))),
+        rf"{name}: expected a mask in Bool, Byte(, Float)? or \w+ as x is, got Int",
+    )
     yield Bad(Call((draw(4),), {"causal": True}), f"{name}: expected x of at least two dimensions where causal")
     yield Bad(Call((x, x), {"inplace": True}), f"{name}: expected out and mask not to overlap")
     yield Bad(Call((draw(3, 1).expand(3, 4),), {"inplace": True}), f"{name}: expected out to have one memory location")

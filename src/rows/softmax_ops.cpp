@@ -193,8 +193,8 @@ RowPlan explain(const SoftmaxCall& c, const OtherGpu& gpu) {
 
 // ---------------------------------------------------------------------------------------------------------- gradient
 
-// What the gradient of a mask needs: dz, the gradient of scale * x + mask, summed to the mask's sizes. The sum is in
-// the mask's dtype: in x's, a sum of many 16-bit numbers would lose digits or overflow.
+// Computes the gradient of a mask from dz, the gradient of scale * x + mask: the sum of dz over the dimensions that the
+// mask is broadcast along. The sum is in the mask's dtype: in x's, many 16-bit numbers would lose digits or overflow.
 struct MaskGradient {
   std::vector<c10::SymInt> sizes;
   at::ScalarType dtype;

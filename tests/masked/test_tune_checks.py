@@ -1,4 +1,4 @@
-"""What a trial of `matmuls tune` checks, keeps in memory and is timed on, and what the command shows; without a GPU."""
+"""The checks of a trial of `matmuls tune`, its memory and inputs, and the output of the command; without a GPU."""
 
 import weakref
 

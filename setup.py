@@ -153,6 +153,7 @@ TOGETHER = (
 
 def units(folder: Path) -> list[str]:
     """The .cpp files to compile: they include those of src/, and .cu files, which without nvcc have plain C++ alone.
+    Their objects lie apart from those of the .cu files, some of which have the same names.
 
     A file that was edited since its folder was compiled as one, or is new, is compiled alone from then on.
     """
@@ -173,9 +174,6 @@ def units(folder: Path) -> list[str]:
         groups.setdefault(f"{name}.cpp", []).append(inside)
     made = []
     for unit, members in groups.items():
-        if len(members) == 1 and members[0].suffix == ".cpp":
-            made.append(f"src/{members[0]}")
-            continue
         write_if_other(folder / "units" / unit, "".join(f"#include <{m}>\n" for m in members))
         made.append(str((folder / "units" / unit).relative_to(ROOT)))
     return made
@@ -259,5 +257,5 @@ def main() -> None:
     )
 
 
-if __name__ != "find":  # install_deps.sh only uses find_cuda_home
+if __name__ == "__main__":  # install_deps.sh only uses find_cuda_home
     main()

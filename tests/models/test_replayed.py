@@ -20,7 +20,7 @@ from common.optimize_cases import TEXTS, hidden  # noqa: E402
 from custom_mm import _C  # noqa: E402
 from matmuls.integrations.transformers import encode_tokens, optimize, replayed, segments  # noqa: E402
 from matmuls.integrations.transformers import graphs as graphs_module  # noqa: E402
-from matmuls.integrations.transformers.graphs import Graphs, rounded  # noqa: E402
+from matmuls.integrations.transformers.graphs import Graphs, doubled, rounded  # noqa: E402
 from matmuls.integrations.transformers.snapshot import Snapshot  # noqa: E402
 
 LEFT_OUT = "mpnet", "modernbert", "eurobert", "qwen3", "gemma3"  # attention by distance; not captured yet
@@ -162,6 +162,8 @@ def test_sizes_are_rounded_to_few():
     for n in range(1, 5000):
         assert n <= rounded(n) <= n + n / 8
     assert rounded(3, least=16) == 16
+    assert [doubled(n) for n in (1, 2, 3, 300)] == [1, 2, 4, 512]
+    assert [doubled(n, least=64) for n in (1, 64, 65, 128, 129, 512)] == [64, 64, 128, 128, 256, 512]
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32], ids=str)

@@ -244,6 +244,35 @@ def test_batches_have_a_number_of_tokens():
     assert [x.tolist() for x in tokens.of([1, 3])[0]] == [[5], [15, 16, 17]]
 
 
+@pytest.mark.parametrize("types", [False, True])
+def test_a_part_leaves_its_last_batch_to_the_next(types):
+    lengths = [5, 1, 9, 3, 3, 4, 2, 8, 2, 1]
+    parts = [slice(0, 5), slice(5, 6), slice(6, 10)]
+
+    def made(part):
+        ids = np.repeat(np.arange(part.start, part.stop), lengths[part])  # of a text: its number
+        return part, tokens_of.Tokens(ids, -ids if types else None, lengths[part], None)
+
+    found, given = [], iter(map(made, parts))
+    for tokens, batches in tokens_of.batched(given, len(lengths), 10, padded=False):
+        for batch in batches:
+            numbers = tokens.numbers[batch].tolist()
+            found.append(numbers)
+            of_texts, of_types = tokens.of(batch)
+            for i, ids in zip(numbers, of_texts, strict=True):
+                assert ids.tolist() == [i] * lengths[i]
+            assert types == (of_types is not None)
+            assert not types or [x.tolist() for x in of_types] == [(-x).tolist() for x in of_texts]
+        found.append("part")
+    assert found == [[2], [0, 3], "part", [5, 4, 1], "part", [7, 6], [8, 9], "part"]
+
+
+def test_the_first_batch_of_a_short_part_does_not_wait():
+    given = [(slice(0, 2), tokens_of.Tokens(np.arange(5), None, [2, 3], None))]
+    (_, batches), *_ = tokens_of.batched(iter(given), 100, 10, padded=False)
+    assert batches == [[1, 0]]
+
+
 def test_windows_grow():
     parts = tokens_of.windows(5_000)
     assert [p.stop - p.start for p in parts] == [256, 512, 1024, 1024, 1024, 1024, 136]

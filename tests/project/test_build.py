@@ -1,5 +1,6 @@
 """The build and the import of what was built: versions, requirements, and what is said where they do not fit."""
 
+import importlib.util
 import os
 import re
 import shutil
@@ -116,3 +117,29 @@ def test_without_torch_the_build_says_why_and_a_source_archive_is_made(tmp_path,
         names = {name.partition("/")[2] for name in packed.getnames()}
     assert {"setup.py", "install_deps.sh", "tools/build_wheels.sh", "src/glue/operator.h"} <= names
     assert not names & {"custom_mm/_build.py"}
+
+
+def test_edited_files_keep_objects_of_their_own(tmp_path):
+    """A .cpp and a .cu file of one name would be compiled to one object."""
+    for folder in ("src/rows", "matmuls"):
+        (tmp_path / folder).mkdir(parents=True)
+    for path in ("setup.py", "matmuls/__init__.py"):
+        shutil.copy(ROOT / path, tmp_path / path)
+    for name in ("norm.cpp", "norm.cu", "softmax.cpp", "softmax_cpu.cpp"):
+        (tmp_path / "src/rows" / name).touch()
+    spec = importlib.util.spec_from_file_location("setup_of_a_copy", tmp_path / "setup.py")
+    setup = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(setup)
+    assert tmp_path == setup.ROOT
+    files = sorted(str(p.relative_to(tmp_path / "src")) for p in tmp_path.glob("src/rows/*"))
+    counts = []
+    for edited in ([], ["norm.cpp", "softmax_cpu.cpp"]):
+        for name in edited:  # later than what was compiled
+            path = tmp_path / "src/rows" / name
+            os.utime(path, (path.stat().st_mtime + 60,) * 2)
+        units = setup.units(tmp_path / "build/cuda")
+        assert "src/rows/norm" not in [os.path.splitext(unit)[0] for unit in units]
+        included = re.findall("<(.*)>", "".join((tmp_path / unit).read_text() for unit in units))
+        assert sorted(included) == files
+        counts.append(len(units))
+    assert counts == [2, 3]

@@ -18,9 +18,9 @@ from matmuls.integrations.transformers.packed import hidden_states, packable
 from matmuls.integrations.transformers.segments import moved
 
 from .covered import why_not, why_not_call
-from .tokens import Tokens, ahead, tokenized, windows
+from .tokens import Tokens, ahead, batched, tokenized, windows
 
-TOKENS_PER_BATCH = {"cpu": 8192, "cuda": 32768}
+TOKENS_PER_BATCH = {"cpu": 8192, "cuda": 16384}  # cuda: the most that captured passes hold
 
 
 @dataclass
@@ -55,15 +55,15 @@ def _inference(
     vectors: Tensor | None = None
     tokens_of: list[Any] = [None] * len(inputs)
     try:
-        for part, texts, lengths, features in _batches(st, settings, inputs, prompt, options, where, given):
+        for texts, lengths, features in _batches(st, settings, inputs, prompt, options, where, given):
             if output == "token_embeddings":
                 for i, rows in zip(texts, features[output][0].split(lengths), strict=True):
-                    tokens_of[part.start + i] = rows
+                    tokens_of[i] = rows
                 continue
             rows = features[output][..., : given["truncate_dim"]]
             rows = normalize(rows, p=2, dim=1) if given["normalize_embeddings"] else rows
             vectors = rows.new_empty(len(inputs), rows.size(1)) if vectors is None else vectors
-            vectors[part].index_copy_(0, features["texts"], rows)
+            vectors.index_copy_(0, features["texts"], rows)
     except NoTokens:
         return theirs()
     if vectors is None:
@@ -84,14 +84,14 @@ def _scores(
         return theirs()
     activation, labels, scores = given["activation_fn"], ce.num_labels, None
     try:
-        for part, _, _, features in _batches(ce, settings, inputs, prompt, options, where, given):
+        for _, _, features in _batches(ce, settings, inputs, prompt, options, where, given):
             rows = features["scores"]
             rows = rows.float() if rows.dtype in (torch.float16, torch.bfloat16) else rows
             rows = rows if activation is None else activation(rows)
             rows = rows.squeeze(-1) if labels == 1 and rows.ndim > 1 else rows
             rows = torch.softmax(rows, 1) if given["apply_softmax"] and rows.ndim > 1 else rows
             scores = rows.new_empty(len(inputs), *rows.shape[1:]) if scores is None else scores
-            scores[part].index_copy_(0, features["texts"], rows)
+            scores.index_copy_(0, features["texts"], rows)
     except NoTokens:
         return theirs()
     return scores
@@ -105,45 +105,43 @@ def _batches(
     options: dict[str, Any],
     device: torch.device,
     given: dict[str, Any],
-) -> Iterator[tuple[slice, list[int], list[int], dict[str, Any]]]:
-    """For each batch its window of the inputs, the numbers of its texts in the window, their lengths, and what the
-    model's modules compute. Raises NoTokens."""
+) -> Iterator[tuple[list[int], list[int], dict[str, Any]]]:
+    """For each batch the numbers of its texts among the inputs, their lengths, and what the model's modules compute.
+    Raises NoTokens."""
     st.eval()
     parts = windows(len(inputs))
-    thread = device.type == "cpu" and len(parts) > 1
-    coming = ahead(lambda part: tokenized(st, inputs[part], prompt, options), parts, thread)
+    coming = ahead(lambda part: tokenized(st, inputs[part], prompt, options), parts)
+    whole = None if st[0].module_output_name == "scores" else packable(st[0].model)
+    most, padded = settings.most(device), whole is None
     # closing waits for the other thread
     with tqdm(total=len(inputs), desc="Texts", disable=not given["show_progress_bar"]) as bar, closing(coming):
-        for part, tokens in coming:
+        for tokens, batches in batched(coming, len(inputs), most, padded):
             if 0 in tokens.lengths:
                 raise NoTokens
-            settings.tokens += len(tokens.ids)
-            for texts, lengths, features in _features(st, tokens, settings.most(device), device):
-                yield part, texts, lengths, features
+            for texts, features in _features(st, whole, tokens, batches, device):
+                lengths = [tokens.lengths[i] for i in texts]
+                settings.tokens += sum(lengths)
+                yield tokens.numbers[texts].tolist(), lengths, features
                 bar.update(len(texts))
 
 
 def _features(
-    st: Any, tokens: Tokens, most: int, device: torch.device
-) -> Iterator[tuple[list[int], list[int], dict[str, Any]]]:
-    """Batches of texts, their lengths, and for each what the model's modules compute, with the numbers of its texts."""
+    st: Any, whole: Any, tokens: Tokens, batches: list[list[int]], device: torch.device
+) -> Iterator[tuple[list[int], dict[str, Any]]]:
+    """Each batch, and what the model's modules compute for it. whole: the model that `hidden_states` takes, or None."""
     transformer, *others = st.children()
-    scores = transformer.module_output_name == "scores"
-    whole = None if scores else packable(transformer.model)
-    packs = whole is not None
-    batches = list(tokens.batches(most, padded=not packs))
-    packed = iter(_packed(tokens, batches, device) if packs else [])
+    packed = iter(_packed(tokens, batches, device) if whole is not None else [])
     for texts in batches:
-        lengths = [tokens.lengths[i] for i in texts]
-        if scores:  # of heads, which read a padded batch; an optimized encoder leaves out its padding
-            batch, (numbers,) = _padded(transformer, tokens, texts, lengths, [np.array(texts)], device)
+        if transformer.module_output_name == "scores":
+            # of heads, which read a padded batch; an optimized encoder leaves out its padding
+            batch, (numbers,) = _padded(transformer, tokens, texts, [tokens.numbers[texts]], device)
             features = {**transformer(batch), "texts": numbers}
         else:
-            if packs:
+            if whole is not None:
                 flat, (columns, starts, numbers, each) = next(packed)
-                hidden = hidden_states(whole, flat, lengths, columns)
+                hidden = hidden_states(whole, flat, [tokens.lengths[i] for i in texts], columns)
             else:
-                hidden, starts, numbers, each = _unpadded(transformer, tokens, texts, lengths, device)
+                hidden, starts, numbers, each = _unpadded(transformer, tokens, texts, device)
             features = {
                 "token_embeddings": hidden[None],
                 "cu_seq_lens_q": starts,
@@ -154,7 +152,7 @@ def _features(
             features["prompt_length"] = tokens.prompt
         for module in others:
             features = module(features)
-        yield texts, lengths, features
+        yield texts, features
 
 
 def _packed(
@@ -164,7 +162,7 @@ def _packed(
     its text [T], followed by `_places`. They are copied at once."""
     names, arrays = ["input_ids", *(["token_type_ids"] if tokens.types is not None else [])], []
     for texts in batches:
-        starts, numbers, each = _places(texts, [tokens.lengths[i] for i in texts])
+        starts, numbers, each = _places(tokens, texts)
         flat = [np.concatenate(some) for some in tokens.of(texts) if some is not None]
         arrays.append([*flat, np.arange(len(each)) - starts[each], starts, numbers, each])
     tensors = iter(_moved([*chain.from_iterable(arrays)], device))
@@ -172,20 +170,19 @@ def _packed(
     return [(dict(zip(names, some, strict=False)), some[len(names) :]) for some in parts]
 
 
-def _unpadded(
-    transformer: Any, tokens: Tokens, texts: list[int], lengths: list[int], device: torch.device
-) -> tuple[Tensor, ...]:
+def _unpadded(transformer: Any, tokens: Tokens, texts: list[int], device: torch.device) -> tuple[Tensor, ...]:
     """The last hidden states of texts [T, width] by a model that needs padding, and their `_places`, on the device."""
-    batch, places = _padded(transformer, tokens, texts, lengths, _places(texts, lengths), device)
+    batch, places = _padded(transformer, tokens, texts, _places(tokens, texts), device)
     hidden = transformer(batch)["token_embeddings"]
     return hidden[batch["attention_mask"].bool()], *places
 
 
 def _padded(
-    transformer: Any, tokens: Tokens, texts: list[int], lengths: list[int], others: list[Any], device: torch.device
+    transformer: Any, tokens: Tokens, texts: list[int], others: list[Any], device: torch.device
 ) -> tuple[dict[str, Any], list[Tensor]]:
     """What the Transformer takes for a padded batch of texts, and other arrays, on the device."""
     ids, types = tokens.of(texts)
+    lengths = [tokens.lengths[i] for i in texts]
     tokenizer, longest = transformer.tokenizer, max(lengths)
     left = tokenizer.padding_side == "left"
     mask = np.arange(longest) < np.array(lengths)[:, None]
@@ -200,11 +197,12 @@ def _padded(
     return {**features, "modality": "text"}, moved[len(batch) :]
 
 
-def _places(texts: list[int], lengths: list[int]) -> list[Any]:
-    """Three arrays of int64: the first token of each text of a batch [texts + 1], the texts' numbers [texts], and the
-    index of each token's text in the batch [T]."""
+def _places(tokens: Tokens, texts: list[int]) -> list[Any]:
+    """Three arrays of int64: the first token of each text of a batch [texts + 1], the texts' numbers among the inputs
+    [texts], and the index of each token's text in the batch [T]."""
+    lengths = [tokens.lengths[i] for i in texts]
     starts = np.array([*accumulate(lengths, initial=0)])
-    return [starts, np.array(texts), np.repeat(np.arange(len(texts)), lengths)]
+    return [starts, tokens.numbers[texts], np.repeat(np.arange(len(texts)), lengths)]
 
 
 def _moved(arrays: list[Any], device: torch.device) -> list[Tensor]:

@@ -104,7 +104,7 @@ def optimize(
     Args:
         model: a model of sentence-transformers.
         tokens_per_batch: most tokens of a batch; a longer text is a batch of its own. None means 8192 on the CPU and
-            32768 on a GPU.
+            16384 on a GPU.
         int8: compute the products of the encoder layers in int8, with other results: see
             `matmuls.integrations.transformers.optimize`. Has no effect on a model that sentence-transformers runs.
 

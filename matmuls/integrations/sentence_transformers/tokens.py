@@ -1,9 +1,9 @@
 """Texts as token ids without padding, tokenized in another thread ahead of the model, and their batches."""
 
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, chain
 from typing import Any
@@ -22,6 +22,7 @@ REPLACED = {
     "set_truncation_and_padding",
 }
 Ids = list[int]
+Ints = np.ndarray[Any, np.dtype[np.int64]]
 _tokenizing = threading.Lock()  # a tokenizer's settings change with a call; see `tokenized`
 
 
@@ -30,12 +31,14 @@ class Tokens:
     """The token ids of some texts, one text after the other.
 
     ids: [T]. types: the token types [T], or None. lengths: tokens of each text. prompt: tokens of the prompt, or None.
+    numbers: which of all inputs each text is [texts].
     """
 
-    ids: np.ndarray[Any, np.dtype[np.int64]]
-    types: np.ndarray[Any, np.dtype[np.int64]] | None
+    ids: Ints
+    types: Ints | None
     lengths: list[int]
     prompt: int | None
+    numbers: Ints = field(default_factory=lambda: np.arange(0))
 
     def batches(self, most: int, padded: bool) -> Iterator[list[int]]:
         """The texts by descending length in batches of at most `most` tokens, but at least one text. padded: count
@@ -57,6 +60,14 @@ class Tokens:
         ends = [*accumulate(self.lengths, initial=0)]
         parts = [slice(ends[i], ends[i + 1]) for i in texts]
         return [self.ids[p] for p in parts], None if self.types is None else [self.types[p] for p in parts]
+
+    def followed(self, texts: Sequence[int], more: "Tokens") -> "Tokens":
+        """The tokens of these texts, and after them all of `more`."""
+        ids, types = self.of(texts)
+        both = None if types is None or more.types is None else np.concatenate([*types, more.types])
+        lengths = [*(self.lengths[i] for i in texts), *more.lengths]
+        numbers = np.concatenate([self.numbers[texts], more.numbers])
+        return Tokens(np.concatenate([*ids, more.ids]), both, lengths, more.prompt, numbers)
 
 
 def tokenized(st: Any, texts: list[Any], prompt: str | None, options: dict[str, Any]) -> Tokens:
@@ -113,7 +124,7 @@ def _by_backend(st: Any, first: dict[str, Any], texts: list[Any], prompt: str, g
     return Tokens(_flat(ids, lengths), types, lengths, first.get("prompt_length"))
 
 
-def _flat(rows: list[Ids], lengths: list[int]) -> np.ndarray[Any, np.dtype[np.int64]]:
+def _flat(rows: list[Ids], lengths: list[int]) -> Ints:
     return np.fromiter(chain.from_iterable(rows), np.int64, sum(lengths))
 
 
@@ -126,13 +137,26 @@ def windows(count: int) -> list[slice]:
     return found
 
 
-def ahead(
-    make: Callable[[slice], Tokens], parts: list[slice], thread: bool
-) -> Generator[tuple[slice, Tokens], None, None]:
-    """Each part with its tokens. With a thread, those of the next part are made there meanwhile, and an exception there
-    is raised here. A GPU computes meanwhile without one: then two threads would only wait for Python's lock."""
-    if not thread:
-        yield from ((part, make(part)) for part in parts)
+def batched(
+    coming: Iterable[tuple[slice, Tokens]], count: int, most: int, padded: bool
+) -> Iterator[tuple[Tokens, list[list[int]]]]:
+    """The tokens of each part of `count` inputs, and their `batches`. A part leaves its last batch, of its shortest
+    texts, to the next one: it is seldom full, and captured passes serve batches of few sizes."""
+    before: Tokens | None = None
+    left: list[int] = []
+    for part, found in coming:
+        tokens = replace(found, numbers=np.arange(part.start, part.stop))
+        tokens = before.followed(left, tokens) if before is not None and left else tokens
+        batches = [*tokens.batches(most, padded)]
+        before, left = tokens, batches.pop() if part.stop < count and len(batches) > 1 else []
+        yield tokens, batches
+
+
+def ahead(make: Callable[[slice], Tokens], parts: list[slice]) -> Generator[tuple[slice, Tokens], None, None]:
+    """Each part with its tokens. Those of the next part are made in another thread meanwhile, and an exception there is
+    raised here."""
+    if len(parts) == 1:
+        yield parts[0], make(parts[0])
         return
     with ThreadPoolExecutor(1, thread_name_prefix="matmuls-tokenizer") as other:
         coming = other.submit(make, parts[0])

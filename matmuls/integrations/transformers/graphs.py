@@ -34,6 +34,11 @@ def rounded(size: int, least: int = 1) -> int:
     return -(-size // step) * step
 
 
+def doubled(size: int, least: int = 1) -> int:
+    """The size, rounded up to `least` times a power of two."""
+    return least << (-(-size // least) - 1).bit_length()
+
+
 def _with_switches(key: Hashable) -> Hashable:
     """The key of a pass together with the switches by which kernels are chosen."""
     attention = cuda.flash_sdp_enabled(), cuda.cudnn_sdp_enabled(), cuda.mem_efficient_sdp_enabled()

@@ -21,7 +21,7 @@ from custom_mm import _C
 
 from . import one_pass, registered
 from .families import BARE, BY_COLUMNS, _kind
-from .graphs import Graphs, Tensors, rounded
+from .graphs import Graphs, Tensors, doubled, rounded
 from .plan import _Chain
 from .segments import LONGEST_OWN, Segments, _has_varlen, _why_not_attention, moved
 
@@ -236,8 +236,8 @@ def step(model: Any, chain: _Chain, given: Tensors, texts: Sequence[tuple[int, b
     whether the text begins with a masked token."""
     size, device = given["input_ids"].size(1), given["input_ids"].device
     hidden = any(hidden for _, hidden in texts)
-    longest = -(-max(length for length, _ in texts) // LONGEST) * LONGEST
-    sizes = rounded(size, LONGEST), rounded(len(texts)), longest, hidden
+    longest = doubled(max(length for length, _ in texts), LONGEST)
+    sizes = rounded(size, LONGEST), doubled(len(texts)), longest, hidden  # texts without tokens cost the layers nothing
 
     def make() -> Tensors:
         starts = torch.zeros(2, (1 + hidden) * sizes[1] + 1, dtype=torch.int32, device=device)

@@ -275,8 +275,10 @@ def test_the_first_batch_of_a_short_part_does_not_wait():
 
 def test_windows_grow():
     parts = tokens_of.windows(5_000)
-    assert [p.stop - p.start for p in parts] == [256, 512, 1024, 1024, 1024, 1024, 136]
+    assert [p.stop - p.start for p in parts] == [128, 128, 256, 256, 512, 512, 1024, 1024, 1024, 136]
     assert [p.start for p in parts[1:]] == [p.stop for p in parts[:-1]]
+    assert [tokens_of.windows(n) for n in (0, 1, 256)] == [[], [slice(0, 1)], [slice(0, 256)]]
+    assert tokens_of.windows(257) == [slice(0, 128), slice(128, 256), slice(256, 257)]
 
 
 @pytest.mark.parametrize("prompt", [None, "say: "])

@@ -175,7 +175,7 @@ MAY_IMPORT = {
     "embed.formats": set(),
     "embed.job": {"embed"},
     **{f"integrations.sentence_transformers{m}": {"integrations"} for m in ("", ".inference", ".optimized")},
-    "integrations.sentence_transformers.covered": set(),
+    **{f"integrations.sentence_transformers.{m}": set() for m in ("collected", "covered")},
     "integrations.sentence_transformers.tokens": set(),
     "integrations.transformers": {"integrations.transformers"},
     "integrations.transformers.registered": {

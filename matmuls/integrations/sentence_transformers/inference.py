@@ -17,6 +17,7 @@ from tqdm.autonotebook import tqdm
 from matmuls.integrations.transformers.packed import hidden_states, packable
 from matmuls.integrations.transformers.segments import moved
 
+from .collected import Collected
 from .covered import why_not, why_not_call
 from .tokens import Tokens, ahead, batched, tokenized, windows
 
@@ -52,7 +53,7 @@ def _inference(
         return theirs()
     if why_not(st) or why_not_call(inputs, False, options, where):
         return theirs()
-    vectors: Tensor | None = None
+    vectors = Collected(len(inputs), given["save_to_cpu"])
     tokens_of: list[Any] = [None] * len(inputs)
     try:
         for texts, lengths, features in _batches(st, settings, inputs, prompt, options, where, given):
@@ -62,13 +63,10 @@ def _inference(
                 continue
             rows = features[output][..., : given["truncate_dim"]]
             rows = normalize(rows, p=2, dim=1) if given["normalize_embeddings"] else rows
-            vectors = rows.new_empty(len(inputs), rows.size(1)) if vectors is None else vectors
-            vectors.index_copy_(0, features["texts"], rows)
+            vectors.add(rows, texts, features["texts"])
     except NoTokens:
         return theirs()
-    if vectors is None:
-        return tokens_of
-    return vectors.cpu() if given["save_to_cpu"] else vectors
+    return tokens_of if output == "token_embeddings" else vectors.all()
 
 
 @torch.inference_mode()
@@ -82,19 +80,18 @@ def _scores(
     theirs = partial(type(ce)._inference, ce, inputs, prompt=prompt, device=device, **given)
     if why_not(ce) or why_not_call(inputs, True, options, where):
         return theirs()
-    activation, labels, scores = given["activation_fn"], ce.num_labels, None
+    activation, labels, scores = given["activation_fn"], ce.num_labels, Collected(len(inputs), to_cpu=False)
     try:
-        for _, _, features in _batches(ce, settings, inputs, prompt, options, where, given):
+        for texts, _, features in _batches(ce, settings, inputs, prompt, options, where, given):
             rows = features["scores"]
             rows = rows.float() if rows.dtype in (torch.float16, torch.bfloat16) else rows
             rows = rows if activation is None else activation(rows)
             rows = rows.squeeze(-1) if labels == 1 and rows.ndim > 1 else rows
             rows = torch.softmax(rows, 1) if given["apply_softmax"] and rows.ndim > 1 else rows
-            scores = rows.new_empty(len(inputs), *rows.shape[1:]) if scores is None else scores
-            scores.index_copy_(0, features["texts"], rows)
+            scores.add(rows, texts, features["texts"])
     except NoTokens:
         return theirs()
-    return scores
+    return scores.all()
 
 
 def _batches(

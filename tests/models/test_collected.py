@@ -1,0 +1,53 @@
+"""Vectors of SentenceTransformer.encode on a GPU: the order, dtype and device of rows that come batch by batch."""
+
+import numpy as np
+import pytest
+import torch
+
+from common.sentence_cases import small, texts
+from matmuls.integrations.sentence_transformers import collected, optimize
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("to_cpu", [False, True])
+def test_rows_are_in_the_order_of_the_inputs(to_cpu, dtype, device, monkeypatch):
+    monkeypatch.setattr(collected, "AHEAD", 3)
+    rows = torch.randn(1000, 65).to(device, dtype)
+    order = torch.randperm(len(rows))
+    found = collected.Collected(len(rows), to_cpu)
+    for numbers in order.split(37):
+        found.add(rows[numbers.to(device)], numbers.tolist(), numbers.to(device))
+        assert len(found._coming) <= 3
+    result = found.all()
+    assert result.device.type == ("cpu" if to_cpu else device)
+    assert not result.is_pinned()  # the memory that was pinned goes back to torch
+    assert result.dtype == (torch.float32 if to_cpu and dtype == torch.bfloat16 else dtype)
+    assert torch.equal(result, rows.to(result))
+
+
+def test_no_rows():
+    assert collected.Collected(0, True).all() is None
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_vectors_on_a_gpu(dtype, tmp_path, monkeypatch):
+    """With captured passes in the dtypes that have them, tokenized in another thread."""
+    monkeypatch.setattr(collected, "AHEAD", 2)
+    given = texts(1500)
+    exact, stock, ours = (small("bert", tmp_path) for _ in range(3))
+    for st in (stock, ours):
+        st.to("cuda").to(dtype)
+    handle = optimize(ours, tokens_per_batch=1024)
+    right = exact.encode(given)
+    allowed = 2 * np.abs(stock.encode(given) - right).max() + 1e-6
+    for _ in range(3):
+        found = ours.encode(given)
+        assert (type(found), found.dtype) == (np.ndarray, stock.encode(given[:2]).dtype)
+        assert np.abs(found - right).max() <= allowed
+        assert not np.may_share_memory(found, ours.encode(given))
+    kept = ours.encode(given, convert_to_tensor=True)
+    assert (kept.device.type, kept.dtype) == ("cuda", dtype)
+    assert np.abs(kept.float().cpu().numpy() - right).max() <= allowed
+    assert (handle.encoder.graphs > 0) == (dtype != torch.float32)
+    handle.undo()

@@ -3,8 +3,9 @@ SentenceTransformer.encode on docstrings.
 
 Usage: python benchmarks/encoders.py OUT [--only calls | encode] [--texts N] [--tokenizer FOLDER]. Writes
 OUT/cuda/encoders.json (calls) and OUT/cuda/encoders-encode.json. The weights are random. All times are wall clock with
-the host included. The ways of a case alternate (A B A B); the median of the rounds counts. A call is timed alone, with
-the GPU idle before it ("latency"), and in a row ("throughput").
+the host included. The ways of a case alternate (A B A B). A call is timed alone, with the GPU idle before it
+("latency"), and in a row ("throughput"); the median of the rounds counts. The fastest of three rounds of encode
+counts; "first_seconds" are those of the first round, before which each model encoded 500 of the texts.
 """
 
 import argparse

@@ -320,8 +320,8 @@ def test_one_text_takes_no_thread(pair, monkeypatch):
     assert not started
 
 
-def test_an_exception_of_the_tokenizer_reaches_the_caller(tmp_path, monkeypatch):
-    st = small("bert", tmp_path)
+def test_an_exception_of_the_tokenizer_reaches_the_caller(tmp_path, device, monkeypatch):
+    st = small("bert", tmp_path).to(device)
     optimize(st)
     threads, preprocess = [], type(st[0]).preprocess
 

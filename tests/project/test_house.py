@@ -175,7 +175,8 @@ MAY_IMPORT = {
     "embed.formats": set(),
     "embed.job": {"embed"},
     **{f"integrations.sentence_transformers{m}": {"integrations"} for m in ("", ".inference", ".optimized")},
-    **{f"integrations.sentence_transformers.{m}": set() for m in ("collected", "covered")},
+    "integrations.sentence_transformers.collected": {"custom_mm"},
+    "integrations.sentence_transformers.covered": set(),
     "integrations.sentence_transformers.tokens": set(),
     "integrations.transformers": {"integrations.transformers"},
     "integrations.transformers.registered": {

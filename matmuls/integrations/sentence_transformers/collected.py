@@ -7,12 +7,14 @@ from typing import cast
 import torch
 from torch import Tensor
 
-AHEAD = 64  # batches whose rows are still on their way to the CPU; bounds what is launched before they are there
+from custom_mm import _C
+
+AHEAD = 16  # batches on their way to the CPU, which bounds pinned memory. A BERT base computes them in 0.1 s (H200).
 
 
 @dataclass
 class Collected:
-    """The rows of `count` inputs. to_cpu: on the CPU, those of bfloat16 in float32, as numpy takes them.
+    """The rows of `count` inputs. to_cpu: they come to the CPU, and bfloat16 becomes float32, which numpy knows.
 
     batch   GPU                           host
     1       passes, copy to pinned rows
@@ -35,21 +37,25 @@ class Collected:
         if not comes:
             self._all.index_copy_(0, places, rows)
             return
-        pinned = torch.empty(rows.shape, dtype=rows.dtype, device="cpu", pin_memory=True)
-        pinned.copy_(rows, non_blocking=True)
-        copied = torch.cuda.Event()
-        copied.record(torch.cuda.current_stream(rows.device))
-        self._coming.append((pinned, numbers, copied))
-        self._take(AHEAD)
+        with _C.RelaxedCapture():  # another thread may capture a graph
+            pinned = torch.empty(rows.shape, dtype=rows.dtype, device="cpu", pin_memory=True)
+            pinned.copy_(rows, non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record(torch.cuda.current_stream(rows.device))
+            self._coming.append((pinned, numbers, copied))
+            self._take(AHEAD)
 
     def all(self) -> Tensor | None:
         """The rows of all inputs [count, ...]; None if there were none."""
-        self._take(0)
+        if self._coming:
+            with _C.RelaxedCapture():
+                self._take(0)
         return self._all
 
     def _take(self, most: int) -> None:
-        """Places the rows that have come, and waits for others until at most `most` batches are on their way. By numpy,
-        in this thread: torch would share the copy with other threads, and the tokenizer's have their cores."""
+        """Places the rows that have come, and waits for others until at most `most` batches are on their way. numpy
+        copies them in this thread. torch would divide the copy among threads, which wait for cores while the tokenizer
+        uses all: 12,000 docstrings then took 1.0 s and not 0.65 (H100, 16 cores)."""
         while self._coming and (len(self._coming) > most or self._coming[0][2].query()):
             rows, numbers, copied = self._coming.popleft()
             copied.synchronize()

@@ -15,13 +15,14 @@ from torch.nn.functional import normalize
 from tqdm.autonotebook import tqdm
 
 from matmuls.integrations.transformers.packed import hidden_states, packable
+from matmuls.integrations.transformers.replayed import MOST
 from matmuls.integrations.transformers.segments import moved
 
 from .collected import Collected
 from .covered import why_not, why_not_call
 from .tokens import Tokens, ahead, batched, tokenized, windows
 
-TOKENS_PER_BATCH = {"cpu": 8192, "cuda": 16384}  # cuda: the most that captured passes hold
+TOKENS_PER_BATCH = {"cpu": 8192, "cuda": MOST}
 
 
 @dataclass
@@ -109,7 +110,7 @@ def _batches(
     parts = windows(len(inputs))
     coming = ahead(lambda part: tokenized(st, inputs[part], prompt, options), parts)
     whole = None if st[0].module_output_name == "scores" else packable(st[0].model)
-    most, padded = settings.most(device), whole is None
+    most, padded, count = settings.most(device), whole is None, 0
     # closing waits for the other thread
     with tqdm(total=len(inputs), desc="Texts", disable=not given["show_progress_bar"]) as bar, closing(coming):
         for tokens, batches in batched(coming, len(inputs), most, padded):
@@ -117,9 +118,10 @@ def _batches(
                 raise NoTokens
             for texts, features in _features(st, whole, tokens, batches, device):
                 lengths = [tokens.lengths[i] for i in texts]
-                settings.tokens += sum(lengths)
+                count += sum(lengths)
                 yield tokens.numbers[texts].tolist(), lengths, features
                 bar.update(len(texts))
+    settings.tokens += count
 
 
 def _features(

@@ -32,7 +32,9 @@ CALLS = 1024  # remembered, of one model
 # keeps in host memory for each shape and thread, without a limit of its own.
 EQUAL = 8
 EQUAL_FROM = 4096  # tokens of such a batch; smaller ones share graphs. 32 x 512: 6.6 ms, packed 7.1 (H200)
-LONGEST = 64  # texts' lengths are rounded up to a multiple of it, rows of the attention kernel's blocks
+# Rows of the attention kernel's blocks. The longest text's length is rounded up to a multiple of it, in packed steps to
+# a power of two times it.
+LONGEST = 64
 
 
 def can_replay(model: Any, chain: _Chain, device: torch.device) -> bool:
@@ -237,7 +239,7 @@ def step(model: Any, chain: _Chain, given: Tensors, texts: Sequence[tuple[int, b
     size, device = given["input_ids"].size(1), given["input_ids"].device
     hidden = any(hidden for _, hidden in texts)
     longest = doubled(max(length for length, _ in texts), LONGEST)
-    sizes = rounded(size, LONGEST), doubled(len(texts)), longest, hidden  # texts without tokens cost the layers nothing
+    sizes = rounded(size, LONGEST), doubled(len(texts)), longest, hidden
 
     def make() -> Tensors:
         starts = torch.zeros(2, (1 + hidden) * sizes[1] + 1, dtype=torch.int32, device=device)

@@ -15,12 +15,13 @@ def test_rows_are_in_the_order_of_the_inputs(to_cpu, dtype, device, monkeypatch)
     rows = torch.randn(1000, 65).to(device, dtype)
     order = torch.randperm(len(rows))
     found = collected.Collected(len(rows), to_cpu)
+    parts = [(numbers.tolist(), numbers.to(device)) for numbers in order.split(37)]
     coming = []
-    for numbers in order.split(37):
-        some, places = rows[numbers.to(device)], numbers.to(device)
+    for numbers, places in parts:  # nothing here waits for the GPU
+        some = rows[places]
         if device == "cuda":
             torch.cuda._sleep(2_000_000)  # the rows come about a millisecond later
-        found.add(some, numbers.tolist(), places)
+        found.add(some, numbers, places)
         coming.append(len(found._coming))
     assert max(coming) == (3 if to_cpu and device == "cuda" else 0)
     result = found.all()

@@ -116,12 +116,12 @@ def _encode(page: Page, found: dict[str, Any], run: Run) -> None:
         ),
     )
     page.say(
-        f"In batches of 32 x 512 the optimized model alone computes {found['whole_batch_tokens_per_second'] / 1e3:,.0f} "
-        "thousand tokens a second. The tokenizer of transformers alone, called once with all texts, makes "
-        f"{found['tokenizer_tokens_per_second'] / 1e3:,.0f} thousand; the optimized model calls the tokenizers "
-        "library below it. Each way's fastest of three rounds counts. In the first round, which "
-        f"captures CUDA graphs, the optimized model took {found['first_seconds']['matmuls']:.2f} s, not "
-        f"{seconds['matmuls']:.2f} s."
+        "In batches of 32 x 512 the optimized model alone computes "
+        f"{found['whole_batch_tokens_per_second'] / 1e3:,.0f} thousand tokens a second. The tokenizer of transformers "
+        f"alone, called once with all texts, makes {found['tokenizer_tokens_per_second'] / 1e3:,.0f} thousand; the "
+        "optimized model calls the tokenizers library below it. Each way's fastest of three rounds counts. In the "
+        "first round, which captures CUDA graphs, the optimized model took "
+        f"{found['first_seconds']['matmuls']:.2f} s, not {seconds['matmuls']:.2f} s."
     )
     page.measured(run)
 

@@ -1,8 +1,16 @@
-"""Reads records, encodes their texts and appends the vectors, a chunk at a time."""
+"""Reads records, encodes their texts and appends the vectors, a chunk at a time.
+
+this thread        the other one
+encodes chunk 1    reads chunk 2
+encodes chunk 2    appends the rows of chunk 1, reads chunk 3
+...                ...
+"""
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -16,6 +24,7 @@ from .records import Record, records
 
 KEEP_SECONDS = 2.0  # between two entries of the journal
 SUFFIXES = (".npy", ".safetensors", ".parquet")
+Found = tuple[float, Path, Record]  # the share of all bytes that is read by then
 
 
 @dataclass(frozen=True)
@@ -76,13 +85,10 @@ def run(
         found = _numbered(job)
         skipped = deque(islice(found, rows.count), maxlen=1)  # an earlier run has encoded them
         news(Progress(skipped[0][0] if skipped else 0.0, rows.count, resumed=True))
-        kept = time.monotonic()
-        while chunk := list(islice(found, job.chunk)):
-            rows.append(*_vectors(chunk, encode, width, dtype))
-            if time.monotonic() - kept >= KEEP_SECONDS:
-                rows.keep()
-                kept = time.monotonic()
-            news(Progress(chunk[-1][0], rows.count))
+        shares = _encoded(found, job.chunk, rows, lambda chunk: _vectors(chunk, encode, width, dtype))
+        with closing(shares):  # waits for the other thread
+            for done in shares:
+                news(Progress(done, rows.count))
         rows.keep()
         rows.finish(header(job.out.suffix, rows.count, width, dtype))
     finally:
@@ -95,7 +101,41 @@ def run(
     return Summary(rows.count, width, rows.bad_count, rows.bad)
 
 
-def _numbered(job: Job) -> Iterator[tuple[float, Path, Record]]:
+def _encoded(
+    found: Iterator[Found],
+    size: int,
+    rows: Rows,
+    vectors: "Callable[[list[Found]], tuple[np.ndarray[Any, Any], list[str]]]",
+) -> Generator[float, None, None]:
+    """Appends the rows of all records; yields the share of all bytes after each chunk. Files are read and written in
+    another thread."""
+    kept = time.monotonic()
+
+    def append(made: "np.ndarray[Any, Any]", bad: list[str], done: float) -> float:
+        nonlocal kept
+        rows.append(made, bad)
+        if time.monotonic() - kept >= KEEP_SECONDS:
+            rows.keep()
+            kept = time.monotonic()
+        return done
+
+    with ThreadPoolExecutor(1, thread_name_prefix="matmuls-files") as files:
+
+        def read() -> "Future[list[Found]]":
+            return files.submit(lambda: list(islice(found, size)))
+
+        following, appended = read(), None
+        while chunk := following.result():
+            following = read()
+            made = vectors(chunk)
+            if appended is not None:
+                yield appended.result()
+            appended = files.submit(append, *made, chunk[-1][0])
+        if appended is not None:
+            yield appended.result()
+
+
+def _numbered(job: Job) -> Iterator[Found]:
     """The records of all inputs, each with the share of all bytes that is read by then."""
     sizes = [path.stat().st_size for path in job.inputs]
     before, total = 0, max(sum(sizes), 1)
@@ -106,15 +146,16 @@ def _numbered(job: Job) -> Iterator[tuple[float, Path, Record]]:
 
 
 def _vectors(
-    chunk: list[tuple[float, Path, Record]],
+    chunk: list[Found],
     encode: Callable[[list[str]], "np.ndarray[Any, Any]"],
     width: int,
     dtype: "np.dtype[Any]",
 ) -> "tuple[np.ndarray[Any, Any], list[str]]":
     """The rows of a chunk, and its records without a text."""
     good = [i for i, (_, _, record) in enumerate(chunk) if record.text is not None]
+    made = encode([chunk[i][2].text or "" for i in good]) if good else np.empty((0, width), dtype)
+    if len(good) == len(chunk):
+        return made, []
     vectors = np.full((len(chunk), width), np.nan, dtype)
-    if good:
-        vectors[good] = encode([chunk[i][2].text or "" for i in good])
-    bad = [f"{path}:{record.number}: {record.why}" for _, path, record in chunk if record.text is None]
-    return vectors, bad
+    vectors[good] = made
+    return vectors, [f"{path}:{record.number}: {record.why}" for _, path, record in chunk if record.text is None]

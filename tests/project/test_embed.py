@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -256,6 +257,49 @@ def test_rows_behind_the_journal_are_cut_off(tmp_path, monkeypatch):
     assert not journal.exists()
     embed.run(job, encode)
     assert (np.load(out)[:, 0] == [len(x) for x in texts(30)]).all()
+
+
+def test_files_are_read_and_written_while_texts_are_encoded(tmp_path, monkeypatch):
+    given, out = texts(40), tmp_path / "v.npy"
+    job = embed.Job([written(tmp_path / "in.txt", given)], out, [""], 10, {})
+    read, appended, calls = [], [], []
+
+    def noted(*args):
+        for record in records(*args):
+            read.append(record)
+            yield record
+
+    append = job_of.Rows.append
+    monkeypatch.setattr(job_of, "records", noted)
+    monkeypatch.setattr(job_of.Rows, "append", lambda *args: (append(*args), appended.append(len(args[1]))))
+
+    def encode(some):
+        n, end = len(calls), time.monotonic() + 30  # n = 0: a text of no chunk, for the width
+        while n and (len(read) < min(10 * (n + 1), 40) or len(appended) < n - 1):
+            assert time.monotonic() < end
+            time.sleep(0.001)
+        calls.append(len(some))
+        return np.array([[len(x), 2.0] for x in some], np.float32)
+
+    embed.run(job, encode)
+    assert (calls, appended) == ([1, 10, 10, 10, 10], [10, 10, 10, 10])
+    assert (np.load(out)[:, 0] == [len(x) for x in given]).all()
+
+
+def test_errors_leave_no_thread_and_keep_what_was_encoded(tmp_path):
+    job = embed.Job([written(tmp_path / "in.txt", texts(40))], tmp_path / "v.npy", [""], 10, {})
+    calls = []
+
+    def fails(some):
+        calls.append(some)
+        if len(calls) == 4:
+            raise RuntimeError("no memory")
+        return np.zeros((len(some), 2), np.float32)
+
+    with pytest.raises(RuntimeError, match="no memory"):
+        embed.run(job, fails)
+    assert not any(thread.name.startswith("matmuls-files") for thread in threading.enumerate())
+    assert (tmp_path / "v.npy.part").stat().st_size == 128 + 20 * 8
 
 
 def test_another_run_is_not_continued(tmp_path):

@@ -93,11 +93,11 @@ def optimize(
     CrossEncoder, compute texts without padding.
 
     More than 256 texts are tokenized in another thread while the model runs. Texts go through the model in batches of a
-    number of tokens, not of texts: `batch_size` has no effect. Arguments and results are those of sentence-
-    transformers, within rounding. Its own code runs as before where this does not apply: for models of other modules
-    than Transformer, Pooling, Normalize and Dense, for inputs that are neither texts nor, for a CrossEncoder, pairs of
-    texts, `output_value=None`, hooks, autocast and compiled models. In a pool of several processes, every process runs
-    the optimized model. A CrossEncoder's activation function is called for each batch.
+    number of tokens, not of texts: `batch_size` has no effect. Arguments and results are those of
+    sentence-transformers, within rounding. Its own code runs as before where this does not apply: for models of other
+    modules than Transformer, Pooling, Normalize and Dense, for inputs that are neither texts nor, for a CrossEncoder,
+    pairs of texts, `output_value=None`, hooks, autocast and compiled models. In a pool of several processes, every
+    process runs the optimized model. A CrossEncoder's activation function is called for each batch.
 
     The encoder layers are changed by `matmuls.integrations.transformers.optimize`, so move the model first.
 

@@ -1,5 +1,7 @@
 """Vectors of SentenceTransformer.encode on a GPU: the order, dtype and device of rows that come batch by batch."""
 
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -59,3 +61,37 @@ def test_vectors_on_a_gpu(dtype, tmp_path, monkeypatch):
     assert np.abs(kept.float().cpu().numpy() - right).max() <= allowed
     assert (handle.encoder.graphs > 0) == (dtype != torch.float32)
     handle.undo()
+
+
+@pytest.mark.cuda
+def test_vectors_while_another_thread_captures(tmp_path):
+    """In torch's default mode of capture, which forbids calls that wait for the GPU in every thread."""
+    ours, given = small("bert", tmp_path).to("cuda").to(torch.bfloat16), texts(600)
+    optimize(ours, tokens_per_batch=1024)
+    for _ in range(2):
+        right = ours.encode(given)  # captures the model's passes
+    begun, encoded, graph, x = threading.Event(), threading.Event(), torch.cuda.CUDAGraph(), torch.zeros(8).cuda()
+    errors = []
+
+    def capture():
+        try:
+            with torch.cuda.graph(graph):
+                x.add_(1)
+                begun.set()
+                encoded.wait(60)
+        except Exception as error:
+            errors.append(error)
+        begun.set()
+
+    other = threading.Thread(target=capture)
+    other.start()
+    try:
+        assert begun.wait(60)
+        found = ours.encode(given)
+    finally:
+        encoded.set()
+        other.join()
+    assert errors == []
+    graph.replay()
+    assert x.tolist() == [1.0] * 8
+    assert np.array_equal(found, right)

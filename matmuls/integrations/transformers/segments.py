@@ -38,9 +38,10 @@ def moved(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     if device.type == "cpu":
         return list(tensors)
     sizes = [x.numel() for x in tensors]
-    whole = torch.empty(sum(sizes), dtype=tensors[0].dtype, device="cpu", pin_memory=True)
-    torch.cat([x.reshape(-1) for x in tensors], out=whole)
-    parts = whole.to(device, non_blocking=True).split(sizes)
+    with _C.RelaxedCapture():  # another thread may capture a graph
+        whole = torch.empty(sum(sizes), dtype=tensors[0].dtype, device="cpu", pin_memory=True)
+        torch.cat([x.reshape(-1) for x in tensors], out=whole)
+        parts = whole.to(device, non_blocking=True).split(sizes)
     return [part.view(x.shape) for part, x in zip(parts, tensors, strict=True)]
 
 

@@ -113,8 +113,7 @@ class Graphs:
     def clear(self) -> None:
         """Waits for the last replay and frees all graphs with their memory."""
         with self._lock:
-            if self._last is not None:
-                self._last.synchronize()
+            self._wait()
             with _capturing:
                 self._passes.clear()
             self._failed.clear()
@@ -246,9 +245,15 @@ class Graphs:
                 generator.graphsafe_set_state(generator.clone_state())
             raise
 
+    def _wait(self) -> None:
+        """Waits for the last replay."""
+        if self._last is not None:
+            with _C.RelaxedCapture():  # another thread may capture a graph
+                self._last.synchronize()
+
     def _drop_oldest(self) -> None:
-        if len(self) > GRAPHS and self._last is not None:
-            self._last.synchronize()
+        if len(self) > GRAPHS:
+            self._wait()
         with _capturing:
             while len(self) > GRAPHS or len(self._passes) > 4 * GRAPHS:
                 self._passes.popitem(last=False)

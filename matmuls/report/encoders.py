@@ -12,8 +12,8 @@ from .results import Results, Run
 FILE = "bert-cuda.json"
 TEXTS = "cpu/encode-texts.json"
 INT8 = "cpu/encode-int8.json"
-CALLS = "cuda/encoders.json"
-ENCODE = "cuda/encoders-encode.json"
+CALLS = "cuda/encoders.json", "cuda/encoders-2.json"  # two runs on one machine
+ENCODE = "cuda/encoders-encode.json", "cuda/encoders-encode-2.json"
 HEADINGS = {
     "probabilities": "Inference that returns probabilities",
     "hidden states": "Inference of hidden states",
@@ -49,14 +49,14 @@ def page(results: Results) -> Page:
     page.heading("Slower cases of these models")
     page.lost(*(_losses(run, task) for task in tasks))
     page.measured(run)
-    _calls(page, results.run(CALLS))
-    _encode(page, results.encoding(ENCODE), results.run(ENCODE))
+    _calls(page, *map(results.run, CALLS))
+    _encode(page, *map(results.encoding, ENCODE), *map(results.run, ENCODE))
     _texts(page, results.run(TEXTS))
     _int8(page, results.run(INT8), results.encoding(INT8, "drift"))
     return page
 
 
-def _calls(page: Page, run: Run) -> None:
+def _calls(page: Page, run: Run, again: Run) -> None:
     page.heading("Single calls of BERT base, as called")
     page.say(
         "These are times of `model(**batch)` as called, in bfloat16, in ms. The columns are:",
@@ -70,29 +70,42 @@ def _calls(page: Page, run: Run) -> None:
         "*half*: about half of the batch's tokens are padding.",
     )
     ways = {"optimized": "matmuls", "compiled": "compiled", "sdpa": "sdpa"}
-    rows, ratios = [], []
-    for r in run.rows:
+    rows, ratios, speeds = [], [], []
+    for r, second in zip(run.rows, again.rows, strict=True):
         name = f"{r['batch']} x {r['length']}{', half' if r['half_padded'] else ''}"
         named = {way: next(k for k in r["latency_seconds"] if k.startswith(start)) for way, start in ways.items()}
         times = [r[f"{kind}_seconds"][named[way]] * 1e3 for kind in ("latency", "throughput") for way in ways]
         first = [r["first_seconds"][named[way]] for way in ("optimized", "compiled")]
         rows.append((name, *(f"{t:.3f}" for t in times), *(f"{t:.2f}" for t in first)))
-        for kind in ("latency", "throughput"):
-            best = min(t for way, t in r[f"{kind}_seconds"].items() if way != "matmuls")
-            ratios.append(
-                (best / r[f"{kind}_seconds"]["matmuls"], f"{name}, {'alone' if kind == 'latency' else 'in a row'}")
-            )
+        found = [
+            (_speed(of[f"{kind}_seconds"]), f"{name}, {words}{of_run}")
+            for of, of_run in ((r, ""), (second, ", second run"))
+            for kind, words in (("latency", "alone"), ("throughput", "in a row"))
+        ]
+        ratios.extend(found)
+        speeds.append((name, *(number(speed) for speed, _ in found)))
     columns = [f"{way}, {kind}" for kind in ("alone", "in a row") for way in ways]
     page.table(
         "Each row is one batch (texts x tokens).",
         ("batch", *columns, "first, optimized", "first, compiled"),
         rows,
     )
+    page.table(
+        "These are the speeds over the faster of compiled and sdpa, in that run and in a second one, 20 minutes later "
+        "on the same machine.",
+        ("batch", *(f"{kind}, {which} run" for which in ("first", "second") for kind in ("alone", "in a row"))),
+        speeds,
+    )
     page.say(losses(ratios, "the faster of compiled and sdpa"))
-    page.measured(run)
+    page.measured(run, again)
 
 
-def _encode(page: Page, found: dict[str, Any], run: Run) -> None:
+def _speed(seconds: dict[str, float]) -> float:
+    """How many times as fast as the fastest other way."""
+    return min(t for way, t in seconds.items() if way != "matmuls") / seconds["matmuls"]
+
+
+def _encode(page: Page, found: dict[str, Any], second: dict[str, Any], run: Run, again: Run) -> None:
     page.heading("Texts with sentence-transformers, on a GPU")
     tokens, seconds = found["tokens"], found["seconds"]
     page.say(
@@ -121,9 +134,11 @@ def _encode(page: Page, found: dict[str, Any], run: Run) -> None:
         f"alone, called once with all texts, makes {found['tokenizer_tokens_per_second'] / 1e3:,.0f} thousand; the "
         "optimized model calls the tokenizers library below it. Each way's fastest of three rounds counts. In the "
         "first round, which captures CUDA graphs, the optimized model took "
-        f"{found['first_seconds']['matmuls']:.2f} s, not {seconds['matmuls']:.2f} s."
+        f"{found['first_seconds']['matmuls']:.2f} s, not {seconds['matmuls']:.2f} s. In a second run, 20 minutes later "
+        f"on the same machine, it took {second['seconds']['matmuls']:.2f} s and was "
+        f"{number(_speed(second['seconds']))} times as fast as the fastest way without matmuls."
     )
-    page.measured(run)
+    page.measured(run, again)
 
 
 def _speeds(run: Run) -> Plot:

@@ -20,7 +20,6 @@ NOT_SHOWN = {
     "distributed-4.json were sent by NCCL",
     "*eight-processes-*.json": "divided products and models on two cores: bytes sent and results, not speeds",
     "*sparse-systems*.json": "sparse products and triangular solves; the limits quote them",
-    "*encoders*-2.json": "the benchmark of encoders again, 20 minutes later on the same machine",
     "*traffic.json": "mixed requests for 27 minutes (GPU) and 30 (CPU), compared with eager; memory by the minute",
     "*training-steps.json": "training steps with the attention function; the guide quotes them",
     "*masked-choices.json": "measurements by which masked products are split; the code quotes them",

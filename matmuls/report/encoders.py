@@ -50,7 +50,8 @@ def page(results: Results) -> Page:
     page.lost(*(_losses(run, task) for task in tasks))
     page.measured(run)
     _calls(page, *map(results.run, CALLS))
-    _encode(page, *map(results.encoding, ENCODE), *map(results.run, ENCODE))
+    first, second = ENCODE
+    _encode(page, results.encoding(first), results.encoding(second), results.run(first), results.run(second))
     _texts(page, results.run(TEXTS))
     _int8(page, results.run(INT8), results.encoding(INT8, "drift"))
     return page
@@ -91,8 +92,8 @@ def _calls(page: Page, run: Run, again: Run) -> None:
         rows,
     )
     page.table(
-        "These are the speeds over the faster of compiled and sdpa, in that run and in a second one, 20 minutes later "
-        "on the same machine.",
+        "Each row is one batch, with the speeds over the faster of compiled and sdpa in that run and in a second one, "
+        "20 minutes later on the same machine.",
         ("batch", *(f"{kind}, {which} run" for which in ("first", "second") for kind in ("alone", "in a row"))),
         speeds,
     )

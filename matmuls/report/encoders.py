@@ -60,7 +60,7 @@ def page(results: Results) -> Page:
 def _calls(page: Page, run: Run, again: Run) -> None:
     page.heading("Single calls of BERT base, as called")
     page.say(
-        "These are times of `model(**batch)` as called, in bfloat16, in ms. The columns are:",
+        "These are times of `model(**batch)` as called, in bfloat16, in ms, of the first of two runs. The columns are:",
     )
     page.items(
         "*optimized*: after `optimize(model)`.",
@@ -72,15 +72,16 @@ def _calls(page: Page, run: Run, again: Run) -> None:
     )
     ways = {"optimized": "matmuls", "compiled": "compiled", "sdpa": "sdpa"}
     rows, ratios, speeds = [], [], []
-    for r, second in zip(run.rows, again.rows, strict=True):
-        name = f"{r['batch']} x {r['length']}{', half' if r['half_padded'] else ''}"
+    seconds = {_batch(r): r for r in again.rows}
+    for r in run.rows:
+        name = _batch(r)
         named = {way: next(k for k in r["latency_seconds"] if k.startswith(start)) for way, start in ways.items()}
         times = [r[f"{kind}_seconds"][named[way]] * 1e3 for kind in ("latency", "throughput") for way in ways]
         first = [r["first_seconds"][named[way]] for way in ("optimized", "compiled")]
         rows.append((name, *(f"{t:.3f}" for t in times), *(f"{t:.2f}" for t in first)))
         found = [
-            (_speed(of[f"{kind}_seconds"]), f"{name}, {words}{of_run}")
-            for of, of_run in ((r, ""), (second, ", second run"))
+            (_rival(times := of[f"{kind}_seconds"]) / times["matmuls"], f"{name}, {words}{of_run}")
+            for of, of_run in ((r, ""), (seconds[name], ", second run"))
             for kind, words in (("latency", "alone"), ("throughput", "in a row"))
         ]
         ratios.extend(found)
@@ -92,8 +93,8 @@ def _calls(page: Page, run: Run, again: Run) -> None:
         rows,
     )
     page.table(
-        "Each row is one batch, with the speeds over the faster of compiled and sdpa in that run and in a second one, "
-        "20 minutes later on the same machine.",
+        "Each row is one batch, with the speeds over the faster of compiled and sdpa. Both runs were on one machine, "
+        "while another process used another of its GPUs.",
         ("batch", *(f"{kind}, {which} run" for which in ("first", "second") for kind in ("alone", "in a row"))),
         speeds,
     )
@@ -101,21 +102,24 @@ def _calls(page: Page, run: Run, again: Run) -> None:
     page.measured(run, again)
 
 
-def _speed(seconds: dict[str, float]) -> float:
-    """How many times as fast as the fastest other way."""
-    return min(t for way, t in seconds.items() if way != "matmuls") / seconds["matmuls"]
+def _batch(row: dict[str, Any]) -> str:
+    return f"{row['batch']} x {row['length']}{', half' if row['half_padded'] else ''}"
+
+
+def _rival(seconds: dict[str, float]) -> float:
+    """The time of the fastest way without matmuls."""
+    return min(t for way, t in seconds.items() if way != "matmuls")
 
 
 def _encode(page: Page, found: dict[str, Any], second: dict[str, Any], run: Run, again: Run) -> None:
     page.heading("Texts with sentence-transformers, on a GPU")
-    tokens, seconds = found["tokens"], found["seconds"]
+    tokens, seconds, again_seconds = found["tokens"], found["seconds"], second["seconds"]
     page.say(
         f"`SentenceTransformer.encode` ran on {found['texts']:,} docstrings ({tokens:,} tokens) with BERT base in "
         "bfloat16. *compiled* is `model.compile(dynamic=True)`. *error* is the relative difference of the vectors from "
         "float32.",
     )
     names = {"matmuls": "optimized"}
-    best = min(t for way, t in seconds.items() if way != "matmuls")
     page.table(
         "Each row is one way. The speed is relative to the fastest way without matmuls.",
         ("way", "thousand tokens a second", "speed", "error"),
@@ -123,7 +127,7 @@ def _encode(page: Page, found: dict[str, Any], second: dict[str, Any], run: Run,
             (
                 names.get(way, way),
                 f"{tokens / t / 1e3:,.0f}",
-                number(best / t),
+                number(_rival(seconds) / t),
                 f"{found['relative_error_to_float32'][way]:.4f}",
             )
             for way, t in seconds.items()
@@ -135,9 +139,9 @@ def _encode(page: Page, found: dict[str, Any], second: dict[str, Any], run: Run,
         f"alone, called once with all texts, makes {found['tokenizer_tokens_per_second'] / 1e3:,.0f} thousand; the "
         "optimized model calls the tokenizers library below it. Each way's fastest of three rounds counts. In the "
         "first round, which captures CUDA graphs, the optimized model took "
-        f"{found['first_seconds']['matmuls']:.2f} s, not {seconds['matmuls']:.2f} s. In a second run, 20 minutes later "
-        f"on the same machine, it took {second['seconds']['matmuls']:.2f} s and was "
-        f"{number(_speed(second['seconds']))} times as fast as the fastest way without matmuls."
+        f"{found['first_seconds']['matmuls']:.2f} s, not {seconds['matmuls']:.2f} s. In a second run "
+        f"on the same machine it took {again_seconds['matmuls']:.2f} s and was "
+        f"{number(_rival(again_seconds) / again_seconds['matmuls'])} times as fast as the fastest way without matmuls."
     )
     page.measured(run, again)
 

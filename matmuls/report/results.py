@@ -15,7 +15,7 @@ Rows = list[dict[str, Any]]
 FOREIGN = (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError)
 # names with wildcards -> reason: results that no page shows
 NOT_SHOWN = {
-    "*checks-*.json": "test and sanitizer runs, not speeds",
+    "*checks-*.json": "runs of tests, sanitizers and single commands",
     "*distributed-*-shared.json": "one matrix, whose rows were written into the other GPUs' memory; those of "
     "distributed-4.json were sent by NCCL",
     "*eight-processes-*.json": "divided products and models on two cores: bytes sent and results, not speeds",

@@ -47,8 +47,9 @@ bool is_capturing(at::Device device);
 // not be called during a capture.
 uint64_t current_stream(at::Device device);
 
-// Wait for the device's current stream, or for all its streams; allowed while another thread captures a graph.
+// Waits for the device's current stream; allowed while another thread captures a graph.
 void synchronize_stream(at::Device device);
+// Waits for all streams of the device; raises if one of them captures a graph.
 void synchronize_device(at::Device device);
 
 // Scope in which this thread may make calls that a capture in another thread forbids, as torch's default capture mode

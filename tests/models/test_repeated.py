@@ -231,6 +231,27 @@ def test_moved_weights_are_not_read(replaying):
     assert Computed.count == before
 
 
+def test_the_graphs_used_last_are_kept(replaying, monkeypatch):
+    monkeypatch.setattr(graphs, "GRAPHS", 3)
+    made, device = graphs.Graphs(), torch.device("cpu")
+
+    def run(key):
+        def body(inputs):
+            return BaseModelOutputWithPooling(last_hidden_state=2 * inputs["x"])
+
+        def fill(inputs):
+            inputs["x"].fill_(key)
+
+        return made.run(key, device, lambda: {"x": torch.zeros(2)}, fill, body, lambda x, inputs: x.clone())
+
+    assert [run(key) for key in range(10)] == [None] * 10
+    for key in range(10):  # every key has come once, and is captured now
+        assert run(key).last_hidden_state.tolist() == [2.0 * key] * 2
+        assert len(made) == min(key + 1, 3)
+    again = [made.again(key, device, lambda inputs: None, lambda x, inputs: x) is not None for key in range(10)]
+    assert again == [False] * 7 + [True] * 3
+
+
 def test_an_output_is_as_its_constructor_makes_it():
     states, pooled, other = torch.zeros(1, 2, 3), torch.zeros(1, 3), torch.ones(1, 3)
     right = BaseModelOutputWithPooling(last_hidden_state=states, pooler_output=other)

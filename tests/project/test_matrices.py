@@ -408,11 +408,12 @@ def naive(text):
         sizes = [int(x) for x in parse(lines[0], [whole] * (3 if indices else 2))] if lines else []
         table = [parse(line, indices + [number] * bool(number)) for line in lines[1:] if line]
         rows, columns = sizes[:2]
-        below = [
+        used = columns if symmetry == "general" and rows > 0 else min(rows, columns)  # the others have no entry
+        below = (  # not a list: a mutation may have made a size of twenty digits
             (r, c)
-            for c in range(columns)
+            for c in range(used)
             for r in range({"general": 0, "symmetric": c, "skew-symmetric": c + 1}[symmetry], rows)
-        ]
+        )
         if not indices:
             table = [(r + 1, c + 1, x) for (r, c), (x,) in zip(below, table, strict=True)]
         elif len(table) != sizes[2]:

@@ -206,6 +206,8 @@ class Graphs:
                 del self._passes[key]
                 self._failed[key] += 1
                 return None
+            self._passes.move_to_end(key)
+            self._drop_oldest()
             return found
 
     def _captured(
@@ -252,11 +254,14 @@ class Graphs:
                 self._last.synchronize()
 
     def _drop_oldest(self) -> None:
-        if len(self) > GRAPHS:
+        """Drops all but the last GRAPHS graphs, and the keys that came first."""
+        captured = [key for key, found in self._passes.items() if found is not None]
+        old = captured[: max(0, len(captured) - GRAPHS)] + [*self._passes][: max(0, len(self._passes) - 4 * GRAPHS)]
+        if any(self._passes[key] is not None for key in old):
             self._wait()
         with _capturing:
-            while len(self) > GRAPHS or len(self._passes) > 4 * GRAPHS:
-                self._passes.popitem(last=False)
+            for key in old:
+                self._passes.pop(key, None)
 
 
 _all: weakref.WeakSet[Graphs] = weakref.WeakSet()

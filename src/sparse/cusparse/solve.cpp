@@ -40,32 +40,25 @@ Event new_event() {
 class DiagonalCheck {
  public:
   explicit DiagonalCheck(const Call& c)
-      : pattern_(contiguous(c.a)), values_(c.values.contiguous()), is_bad_(pinned_flag()), done_(new_event()) {
+      : pattern_(contiguous(c.a)),
+        values_(c.values.contiguous()),
+        is_bad_(at::empty({1}, at::TensorOptions(at::kLong).pinned_memory(true))),
+        done_(new_event()) {
     flag_bad_diagonal(pattern_, values_, is_bad_.mutable_data_ptr<int64_t>());
     C10_CUDA_CHECK(cudaEventRecord(done_.get(), c10::cuda::getCurrentCUDAStream()));
   }
   // is_bad_ must not be given away while the kernel may write to it.
-  ~DiagonalCheck() { (void)wait(); }
+  ~DiagonalCheck() { (void)cudaEventSynchronize(done_.get()); }
   DiagonalCheck(const DiagonalCheck&) = delete;
   DiagonalCheck& operator=(const DiagonalCheck&) = delete;
 
   void expect() const {
-    C10_CUDA_CHECK(wait());
+    C10_CUDA_CHECK(cudaEventSynchronize(done_.get()));
     if (*is_bad_.const_data_ptr<int64_t>() == 0) return;
     fail_diagonal(first_bad_diagonal(pattern_, values_).item<int64_t>());
   }
 
  private:
-  // Another thread may capture a graph.
-  static Tensor pinned_flag() {
-    const RelaxedCapture relaxed;
-    return at::empty({1}, at::TensorOptions(at::kLong).pinned_memory(true));
-  }
-  cudaError_t wait() const {
-    const RelaxedCapture relaxed;
-    return cudaEventSynchronize(done_.get());
-  }
-
   Pattern pattern_;
   Tensor values_, is_bad_;
   Event done_;

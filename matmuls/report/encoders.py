@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from .format import losses, number
-from .headlines import WAYS, memory_plot
+from .headlines import WAYS, memory_plot, rival
 from .page import Page
 from .plot import Panel, Plot
 from .results import Results, Run
@@ -72,7 +72,7 @@ def _calls(page: Page, run: Run, again: Run) -> None:
     )
     ways = {"optimized": "matmuls", "compiled": "compiled", "sdpa": "sdpa"}
     rows, ratios, speeds = [], [], []
-    seconds = {_batch(r): r for r in again.rows}
+    second = {_batch(r): r for r in again.rows}
     for r in run.rows:
         name = _batch(r)
         named = {way: next(k for k in r["latency_seconds"] if k.startswith(start)) for way, start in ways.items()}
@@ -80,8 +80,8 @@ def _calls(page: Page, run: Run, again: Run) -> None:
         first = [r["first_seconds"][named[way]] for way in ("optimized", "compiled")]
         rows.append((name, *(f"{t:.3f}" for t in times), *(f"{t:.2f}" for t in first)))
         found = [
-            (_rival(times := of[f"{kind}_seconds"]) / times["matmuls"], f"{name}, {words}{of_run}")
-            for of, of_run in ((r, ""), (seconds[name], ", second run"))
+            (rival(times := of[f"{kind}_seconds"]) / times["matmuls"], f"{name}, {words}{of_run}")
+            for of, of_run in ((r, ""), (second[name], ", second run"))
             for kind, words in (("latency", "alone"), ("throughput", "in a row"))
         ]
         ratios.extend(found)
@@ -106,11 +106,6 @@ def _batch(row: dict[str, Any]) -> str:
     return f"{row['batch']} x {row['length']}{', half' if row['half_padded'] else ''}"
 
 
-def _rival(seconds: dict[str, float]) -> float:
-    """The time of the fastest way without matmuls."""
-    return min(t for way, t in seconds.items() if way != "matmuls")
-
-
 def _encode(page: Page, found: dict[str, Any], second: dict[str, Any], run: Run, again: Run) -> None:
     page.heading("Texts with sentence-transformers, on a GPU")
     tokens, seconds, again_seconds = found["tokens"], found["seconds"], second["seconds"]
@@ -127,7 +122,7 @@ def _encode(page: Page, found: dict[str, Any], second: dict[str, Any], run: Run,
             (
                 names.get(way, way),
                 f"{tokens / t / 1e3:,.0f}",
-                number(_rival(seconds) / t),
+                number(rival(seconds) / t),
                 f"{found['relative_error_to_float32'][way]:.4f}",
             )
             for way, t in seconds.items()
@@ -141,7 +136,7 @@ def _encode(page: Page, found: dict[str, Any], second: dict[str, Any], run: Run,
         "first round, which captures CUDA graphs, the optimized model took "
         f"{found['first_seconds']['matmuls']:.2f} s, not {seconds['matmuls']:.2f} s. In a second run "
         f"on the same machine it took {again_seconds['matmuls']:.2f} s and was "
-        f"{number(_rival(again_seconds) / again_seconds['matmuls'])} times as fast as the fastest way without matmuls."
+        f"{number(rival(again_seconds) / again_seconds['matmuls'])} times as fast as the fastest way without matmuls."
     )
     page.measured(run, again)
 

@@ -288,7 +288,6 @@ def choose_row_kernel(
     keeps: bool = False,
     plain_constants: bool = False,
     wants_dx: bool = True,
-    cooperative: bool = True,
     gpu: Gpu,
 ) -> Answer:
     """Kernel, why, and launch parameters of a row operation by the facts of rows/choose.h, on any machine.
@@ -404,7 +403,6 @@ def simulate_device(
     *,
     shared_memory: int | None = None,
     multiprocessors: int | None = None,
-    cooperative_multiprocessors: int | None = None,
     capability: tuple[int, int] | None = None,
     hopper_code: bool | None = None,
 ) -> None:

@@ -251,14 +251,11 @@ PYBIND11_MODULE(_C, m) {
   m.def(
       "simulate_device",
       [](std::optional<int64_t> shared_memory, std::optional<int> multiprocessors,
-         std::optional<int> cooperative_multiprocessors, std::optional<std::pair<int, int>> capability,
-         std::optional<bool> hopper_code) {
-        matmuls::simulate_device(
-            {shared_memory, multiprocessors, cooperative_multiprocessors, capability, hopper_code});
+         std::optional<std::pair<int, int>> capability, std::optional<bool> hopper_code) {
+        matmuls::simulate_device({shared_memory, multiprocessors, capability, hopper_code});
       },
       py::kw_only(), py::arg("shared_memory") = py::none(), py::arg("multiprocessors") = py::none(),
-      py::arg("cooperative_multiprocessors") = py::none(), py::arg("capability") = py::none(),
-      py::arg("hopper_code") = py::none());
+      py::arg("capability") = py::none(), py::arg("hopper_code") = py::none());
   matmuls::define_replay(m);
   define_peer_rows(m);
 #endif

@@ -6,6 +6,9 @@
 #include <c10/cuda/CUDAFunctions.h>
 
 #include <algorithm>
+#include <map>
+#include <mutex>
+#include <utility>
 #include <vector>
 
 #include "gpu/tensor_map.h"
@@ -29,7 +32,6 @@ const DeviceLimits& limits_of_gpu(int device) {
   const auto* of = at::cuda::getDeviceProperties(static_cast<c10::DeviceIndex>(device));
   const DeviceLimits* const asked = new DeviceLimits{of->major,
                                                      of->minor,
-                                                     of->multiProcessorCount,
                                                      of->multiProcessorCount,
                                                      static_cast<int64_t>(of->sharedMemPerBlockOptin),
                                                      static_cast<int64_t>(of->sharedMemPerMultiprocessor),
@@ -74,8 +76,7 @@ bool has_hopper_kernels(int device) {
 bool is_simulated() { return simulated.load(std::memory_order_relaxed) != nullptr; }
 
 void simulate_device(const SimulatedDevice& with) {
-  if (!with.shared_memory && !with.multiprocessors && !with.cooperative_multiprocessors && !with.capability &&
-      !with.hopper_code)
+  if (!with.shared_memory && !with.multiprocessors && !with.capability && !with.hopper_code)
     return simulated.store(nullptr, std::memory_order_release);
   auto* const all = new std::vector<DeviceLimits>;  // never freed: another thread may read it
   for (int device = 0; device < c10::cuda::device_count(); ++device) {
@@ -87,12 +88,34 @@ void simulate_device(const SimulatedDevice& with) {
                                                   limits.shared_per_multiprocessor);
     }
     limits.multiprocessors = std::min(with.multiprocessors.value_or(limits.multiprocessors), limits.multiprocessors);
-    limits.cooperative_multiprocessors =
-        std::min(with.cooperative_multiprocessors.value_or(limits.multiprocessors), limits.multiprocessors);
     limits.hopper_code = limits.hopper_code && with.hopper_code.value_or(true);
     all->push_back(limits);
   }
   simulated.store(all, std::memory_order_release);
+}
+
+int context_number() {
+  static const auto entry = [](const char* name, unsigned version) {
+    void* found = nullptr;
+    cudaDriverEntryPointQueryResult result;
+    C10_CUDA_CHECK(cudaGetDriverEntryPointByVersion(name, &found, version, cudaEnableDefault, &result));
+    return result == cudaDriverEntryPointSuccess ? found : nullptr;
+  };
+  static const auto current = reinterpret_cast<decltype(&cuCtxGetCurrent)>(entry("cuCtxGetCurrent", 4000));
+  static const auto id_of = reinterpret_cast<decltype(&cuCtxGetId)>(entry("cuCtxGetId", 12000));
+  // A context's id is never that of a later one, as its address may be.
+  CUcontext context = nullptr;
+  unsigned long long id = 0;
+  if (!current || !id_of || current(&context) != CUDA_SUCCESS || !context || id_of(context, &id) != CUDA_SUCCESS)
+    return c10::cuda::current_device();
+  static thread_local std::pair<unsigned long long, int> last{0, -1};
+  if (last.second >= 0 && last.first == id) return last.second;
+  static std::mutex& mutex = *new std::mutex;
+  static auto& known = *new std::map<unsigned long long, int>;
+  const std::lock_guard lock(mutex);
+  const auto number = std::min<int>(static_cast<int>(known.size()), kMostContexts - 1);
+  last = {id, known.try_emplace(id, number).first->second};
+  return last.second;
 }
 
 void allow_all_shared_memory(const void* kernel) {
@@ -136,18 +159,8 @@ int blocks_that_fit_simulated(const void* kernel, const cudaLaunchConfig_t& laun
 cudaError_t launch_simulated(const void* kernel, const cudaLaunchConfig_t& launch) {
   const DeviceLimits& limits = device_limits();
   if (shared_of(kernel, launch) > limits.shared_per_block) return cudaErrorInvalidValue;
-  for (unsigned i = 0; i < launch.numAttrs; ++i) {
-    const cudaLaunchAttribute& attribute = launch.attrs[i];
-    if (attribute.id != cudaLaunchAttributeCooperative) {
-      if (limits.major < 9) return cudaErrorNotSupported;  // clusters, programmatic dependent launch
-    } else if (attribute.val.cooperative != 0) {
-      int fit = 0;
-      C10_CUDA_CHECK(
-          cudaOccupancyMaxActiveBlocksPerMultiprocessor(&fit, kernel, threads_of(launch), launch.dynamicSmemBytes));
-      const int64_t blocks = int64_t{launch.gridDim.x} * launch.gridDim.y * launch.gridDim.z;
-      if (blocks > int64_t{fit} * limits.cooperative_multiprocessors) return cudaErrorCooperativeLaunchTooLarge;
-    }
-  }
+  // The attributes ask for clusters or for programmatic dependent launch.
+  if (launch.numAttrs > 0 && limits.major < 9) return cudaErrorNotSupported;
   return cudaSuccess;
 }
 

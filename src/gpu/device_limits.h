@@ -21,7 +21,6 @@ using PerDevice = std::array<std::atomic<T>, kMostDevices>;
 struct DeviceLimits {
   int major, minor;
   int multiprocessors;
-  int cooperative_multiprocessors;    // available to a cooperative launch: a context may have fewer
   int64_t shared_per_block;           // bytes, static plus dynamic, that a block may opt in to
   int64_t shared_per_multiprocessor;  // bytes
   int64_t l2;                         // bytes
@@ -37,13 +36,21 @@ bool has_hopper_kernels(int device);
 
 struct SimulatedDevice {
   std::optional<int64_t> shared_memory;  // bytes per block
-  std::optional<int> multiprocessors, cooperative_multiprocessors;
+  std::optional<int> multiprocessors;
   std::optional<std::pair<int, int>> capability;
   std::optional<bool> hopper_code;
 };
 // Values not given stay those of the GPU. If none is given, the simulation ends.
 void simulate_device(const SimulatedDevice& limits);
 bool is_simulated();
+
+// Number of the current context, from 0: a GPU's primary context, or a green context, which has fewer multiprocessors.
+// Contexts beyond the first 254 share the number 254: their answers from caches are right for one of them, and launches
+// chosen by them run in all.
+int context_number();
+constexpr int kMostContexts = 255;
+template <class T>
+using PerContext = std::array<std::atomic<T>, kMostContexts>;
 
 // Sets the kernel's dynamic shared memory limit to the device's maximum. That value is the same for every call; if each
 // call set its own need, another thread could lower the limit between this call's request and its launch.

@@ -80,12 +80,20 @@ __device__ inline void store(const CUtensorMap& map, const void* from, int x, in
                "r"(ptx::shared_address(from)), "r"(x), "r"(y)
                : "memory");
 }
+// Copies contiguous bytes to global memory; their number is a multiple of 16.
+__device__ inline void store_bytes(void* to, const void* from, unsigned bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(ptx::shared_address(from)),
+               "r"(bytes)
+               : "memory");
+}
 __device__ inline void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Waits until at most `pending` of this thread's committed store groups still read shared memory.
 template <int pending>
 __device__ inline void wait_for_stores() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(pending) : "memory");
 }
+// Waits until all of this thread's committed store groups have been written to global memory.
+__device__ inline void wait_for_writes() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 // Prefetches a tile to L2; nothing waits for it.
 __device__ inline void bring(const CUtensorMap& map, int x, int y) {
   asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(&map), "r"(x), "r"(y) : "memory");

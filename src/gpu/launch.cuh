@@ -1,4 +1,4 @@
-// Kernel launches with attributes: programmatic dependent launch (PDL), clusters, cooperative grids; and occupancy.
+// Kernel launches with attributes: programmatic dependent launch (PDL), clusters; and occupancy.
 #pragma once
 
 #include <c10/cuda/CUDAException.h>
@@ -49,6 +49,13 @@ struct Launch {
   void in_clusters(int blocks) {
     ask(cudaLaunchAttributeClusterDimension).clusterDim = {static_cast<unsigned>(blocks), 1, 1};
   }
+  // For clusters of which several fit on a multiprocessor: they may start wherever their blocks fit. By default they
+  // start only where both multiprocessors of a pair (TPC) are free: with 16 of 132 free, one of each pair, none of two
+  // blocks of 100 KB starts; with this, 16 do (H200).
+  void balance_clusters() {
+    ask(cudaLaunchAttributeClusterSchedulingPolicyPreference).clusterSchedulingPolicyPreference =
+        cudaClusterSchedulingPolicyLoadBalancing;
+  }
   // Programmatic dependent launch where the GPU supports it: blocks start while the last blocks of the previous kernel
   // run, which saves a microsecond between kernels. The kernel must call ptx::griddepcontrol_wait before it reads what
   // that kernel writes.
@@ -56,33 +63,14 @@ struct Launch {
     if (has_sm90_code())
       ask(cudaLaunchAttributeProgrammaticStreamSerialization).programmaticStreamSerializationAllowed = 1;
   }
-  // Cooperative launch: the GPU starts all blocks or none, because they wait for each other.
-  void together() { ask(cudaLaunchAttributeCooperative).cooperative = 1; }
 
   template <class... Wanted, class... Given>
   void operator()(void (*kernel)(Wanted...), Given&&... arguments) const {
-    C10_CUDA_CHECK(launched(kernel, std::forward<Given>(arguments)...));
-  }
-  // Launches blocks that wait for each other. Returns false, launching nothing, if they cannot all be resident: a
-  // context (green context, MPS) may have fewer multiprocessors than the GPU.
-  template <class... Wanted, class... Given>
-  [[nodiscard]] bool if_all_fit(void (*kernel)(Wanted...), Given&&... arguments) const {
-    const cudaError_t status = launched(kernel, std::forward<Given>(arguments)...);
-    if (status == cudaErrorCooperativeLaunchTooLarge) {
-      (void)cudaGetLastError();
-      return false;
-    }
-    C10_CUDA_CHECK(status);
-    return true;
+    if (is_simulated()) C10_CUDA_CHECK(launch_simulated(reinterpret_cast<const void*>(kernel), config));
+    C10_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, std::forward<Given>(arguments)...));
   }
 
  private:
-  template <class... Wanted, class... Given>
-  cudaError_t launched(void (*kernel)(Wanted...), Given&&... arguments) const {
-    if (is_simulated())
-      if (const cudaError_t refused = launch_simulated(reinterpret_cast<const void*>(kernel), config)) return refused;
-    return cudaLaunchKernelEx(&config, kernel, std::forward<Given>(arguments)...);
-  }
   cudaLaunchAttributeValue& ask(cudaLaunchAttributeID id) {
     auto& attribute = attributes[config.numAttrs++];
     attribute.id = id;
@@ -108,17 +96,17 @@ void allow_shared_memory() {
 }
 
 // Number of blocks, or of clusters of `ranks` blocks, of a kernel that can be resident; 0 if none fits. Allows the
-// kernel its shared memory. Caches recent results by device, threads, blocks per cluster and dynamic shared memory.
+// kernel its shared memory. Caches recent results by context, threads, blocks per cluster and dynamic shared memory.
 template <auto kernel>
 int resident(const cudaLaunchConfig_t& launch, int ranks) {
   constexpr int kAnswer = 24, kPlaces = 16;
   static std::array<std::atomic<uint64_t>, kPlaces> known{};  // key << kAnswer | result
   const auto* const function = reinterpret_cast<const void*>(kernel);
-  const int device = c10::cuda::current_device();
+  const int context = context_number();
   // In units of 16 bytes; shared memory is allocated in units of 128 bytes.
   const uint64_t shared = (launch.dynamicSmemBytes + 15) / 16;
   if (shared >= 1 << 15) return 0;  // half a megabyte
-  const uint64_t key = static_cast<uint64_t>(device + 1) << 32 |
+  const uint64_t key = static_cast<uint64_t>(context + 1) << 32 |
                        static_cast<uint64_t>(launch.blockDim.x * launch.blockDim.y) << 20 |
                        static_cast<uint64_t>(ranks) << 15 | shared;
   auto& place = known[key * 0x9e3779b97f4a7c15u >> 60];
@@ -136,8 +124,8 @@ int resident(const cudaLaunchConfig_t& launch, int ranks) {
 // Number of clusters of `blocks` (at most 8) that can be resident; 0 if none. Allows the kernel its shared memory.
 template <auto kernel, int threads, int shared>
 int clusters_at_once(int blocks) {
-  static std::array<PerDevice<int>, 9> known{};  // result + 1; 0: unknown
-  auto& here = known[blocks][c10::cuda::current_device()];
+  static std::array<PerContext<int>, 9> known{};  // result + 1; 0: unknown
+  auto& here = known[blocks][context_number()];
   const int last = here.load(std::memory_order_acquire);
   if (last > 0 && !is_simulated()) return last - 1;
   Launch launch(blocks, threads, shared);

@@ -428,7 +428,7 @@ Candidate Candidates::norm_backward_stream() const {
   const auto with = [&]<int element>() -> Candidate {
     using P = StreamPlan<element>;
     if (!f.constant_step || f.columns > INT32_MAX / 4 || !f.vectors) return {};
-    if (!f.device.sm90 || !f.device.cooperative || f.rows > INT32_MAX / 2) return {};
+    if (!f.device.sm90 || f.rows > INT32_MAX / 2) return {};
     if (f.device.shared_per_multiprocessor < int64_t{P::kBlocks} * (P::kBytes + 2048)) return {};
     RowChoice c = made(RowKernel::norm_backward_stream, RowForm::only, "");
     c.vectors = P::kHeld, c.threads = P::kThreads, c.shared = P::kBytes, c.stages = P::kStages;
@@ -436,7 +436,7 @@ Candidate Candidates::norm_backward_stream() const {
     if (f.whole) {
       const int64_t blocks = up_to(f.columns, int64_t{P::kPart} * P::kVectors);
       if (f.columns <= (element == 2 ? 32768 : 65536) || blocks > kMostStreamBlocks) return {};
-      c.why = "resident blocks share rows that are too long for a cluster to prefetch the next one";
+      c.why = "blocks share rows that are too long for a cluster to prefetch the next one";
       c.blocks_per_row = static_cast<int>(blocks);
       c.teams = static_cast<int>(std::min(resident / blocks, f.rows));
     } else {

@@ -45,8 +45,7 @@ enum class RowForm {
 struct RowDevice {
   int multiprocessors;
   int64_t shared_per_block, shared_per_multiprocessor;
-  bool sm90;         // it runs sm_90 code: clusters
-  bool cooperative;  // blocks that wait for each other can all be resident
+  bool sm90;  // it runs sm_90 code: clusters
 };
 
 struct RowFacts {

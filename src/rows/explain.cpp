@@ -66,7 +66,7 @@ RowDevice device_of(const Gpu& gpu) {
   TORCH_CHECK_VALUE(multiprocessors > 0 && per_block > 0 && per_multiprocessor > 0,
                     "expected a GPU with multiprocessors and shared memory, got ", multiprocessors, ", ", per_block,
                     " and ", per_multiprocessor);
-  return {multiprocessors, per_block, per_multiprocessor, capability.first >= 9, true};
+  return {multiprocessors, per_block, per_multiprocessor, capability.first >= 9};
 }
 OtherGpu other(const std::optional<Gpu>& gpu) { return gpu ? OtherGpu(device_of(*gpu)) : std::nullopt; }
 
@@ -110,32 +110,31 @@ py::tuple tuple_of(const RowPlan& plan) {
 py::tuple choose_row_kernel(const std::string& operation, int element, int64_t rows, int64_t columns, bool vectors,
                             bool aligned, bool adjacent, bool constant_step, const std::string& mask, bool causal,
                             double scale, bool mask_vectors, bool mask_steps, bool residual, bool keeps,
-                            bool plain_constants, bool wants_dx, bool cooperative, const Gpu& gpu) {
+                            bool plain_constants, bool wants_dx, const Gpu& gpu) {
   TORCH_CHECK_VALUE(element == 2 || element == 4 || element == 8,
                     "choose_row_kernel: expected elements of 2, 4 or 8 bytes, got ", element);
   TORCH_CHECK_VALUE(rows > 0 && columns > 0, "choose_row_kernel: expected at least one row and column, got ", rows,
                     " and ", columns);
   check_columns(columns);
-  RowFacts f{.operation = one_of("an operation", kOperations, operation),
-             .element = element,
-             .rows = rows,
-             .columns = columns,
-             .constant_step = constant_step,
-             .adjacent = adjacent,
-             .vectors = vectors,
-             .aligned = vectors && aligned,
-             .whole = vectors && aligned && columns * element % 16 == 0,
-             .mask = one_of("a mask", kMasks, mask),
-             .causal = causal,
-             .scale = scale,
-             .mask_vectors = mask_vectors,
-             .mask_steps = mask_steps,
-             .residual = residual,
-             .keeps = keeps,
-             .plain_constants = plain_constants,
-             .wants_dx = wants_dx,
-             .device = device_of(gpu)};
-  f.device.cooperative = cooperative;
+  const RowFacts f{.operation = one_of("an operation", kOperations, operation),
+                   .element = element,
+                   .rows = rows,
+                   .columns = columns,
+                   .constant_step = constant_step,
+                   .adjacent = adjacent,
+                   .vectors = vectors,
+                   .aligned = vectors && aligned,
+                   .whole = vectors && aligned && columns * element % 16 == 0,
+                   .mask = one_of("a mask", kMasks, mask),
+                   .causal = causal,
+                   .scale = scale,
+                   .mask_vectors = mask_vectors,
+                   .mask_steps = mask_steps,
+                   .residual = residual,
+                   .keeps = keeps,
+                   .plain_constants = plain_constants,
+                   .wants_dx = wants_dx,
+                   .device = device_of(gpu)};
   return tuple_of({f, choose(f), nullptr});
 }
 
@@ -157,7 +156,7 @@ void define_explain(py::module_& m) {
         py::arg("adjacent") = true, py::arg("constant_step") = true, py::arg("mask") = "none",
         py::arg("causal") = false, py::arg("scale") = 1.0, py::arg("mask_vectors") = true,
         py::arg("mask_steps") = false, py::arg("residual") = false, py::arg("keeps") = false,
-        py::arg("plain_constants") = false, py::arg("wants_dx") = true, py::arg("cooperative") = true, py::arg("gpu"));
+        py::arg("plain_constants") = false, py::arg("wants_dx") = true, py::arg("gpu"));
   m.def("explain_softmax",
         [](const std::string& op, const Tensor& x, int64_t dim, const OptionalTensor& out,
            const std::optional<Gpu>& gpu) { return tuple_of(explain_softmax(op.c_str(), x, dim, out, other(gpu))); });

@@ -229,45 +229,37 @@ struct Partial {
   int64_t parts = 0;
 };
 
-// Launches norm_backward_stream. Returns false, launching nothing, if its blocks cannot all be resident.
 template <class T>
-bool launch_stream(const NormBackward<T>& op, const Rows<3>& rows, const RowChoice& c, bool wants_sums,
-                   Partial& partial) {
+Partial launch_stream(const NormBackward<T>& op, const Rows<3>& rows, const RowChoice& c, bool wants_sums) {
   const bool whole = !c.unaligned;
   const auto options = at::TensorOptions().device(at::kCUDA, at::cuda::current_device());
   Tensor sums;
   if (wants_sums) sums = empty({c.teams, 2, rows.columns}, options.dtype(at::kFloat));
   const Tensor letters = empty({whole ? c.teams : 0, StreamNormBackward<T>::kLetters}, options.dtype(at::kLong));
-  const bool launched =
-      launch_stream_norm_backward<T>({op.grad,
-                                      op.xhat,
-                                      op.weight,
-                                      op.rstd,
-                                      op.dx,
-                                      {rows.strides[0][0], rows.strides[1][0], rows.strides[2][0]},
-                                      rows.count,
-                                      static_cast<int>(rows.columns),
-                                      op.rms,
-                                      wants_sums ? sums.mutable_data_ptr<float>() : nullptr,
-                                      reinterpret_cast<uint64_t*>(letters.mutable_data_ptr<int64_t>())},
-                                     c.teams, c.blocks_per_row, whole);
-  if (launched) partial = {sums, c.teams};
-  return launched;
+  launch_stream_norm_backward<T>({op.grad,
+                                  op.xhat,
+                                  op.weight,
+                                  op.rstd,
+                                  op.dx,
+                                  {rows.strides[0][0], rows.strides[1][0], rows.strides[2][0]},
+                                  rows.count,
+                                  static_cast<int>(rows.columns),
+                                  op.rms,
+                                  wants_sums ? sums.mutable_data_ptr<float>() : nullptr,
+                                  reinterpret_cast<uint64_t*>(letters.mutable_data_ptr<int64_t>())},
+                                 c.teams, c.blocks_per_row, whole);
+  return {sums, c.teams};
 }
 
 // Computes dx, and the sums over the rows if the kernel can.
 template <class T>
-Partial launch_dx(const NormBackwardCall& c, const Rows<3>& rows, RowFacts facts, const NormBackward<T>& op) {
+Partial launch_dx(const NormBackwardCall& c, const Rows<3>& rows, const RowFacts& facts, const NormBackward<T>& op) {
   const bool wants_sums = c.dweight.defined();
-  Partial partial;
-  RowChoice choice = choose(facts, has_room<T>);
+  const RowChoice choice = choose(facts, has_room<T>);
   if constexpr (sizeof(T) <= 4) {
-    if (choice.kernel == RowKernel::norm_backward_stream) {
-      if (launch_stream(op, rows, choice, wants_sums, partial)) return partial;
-      facts.device.cooperative = false;
-      choice = choose(facts, has_room<T>);
-    }
+    if (choice.kernel == RowKernel::norm_backward_stream) return launch_stream(op, rows, choice, wants_sums);
   }
+  Partial partial;
   const auto prepare = [&](NormBackward<T>& o, int64_t teams) {
     // Each thread of unaligned rows must keep its columns from row to row.
     const bool keeps_columns = choice.kernel != RowKernel::persistent || !choice.unaligned || facts.aligned ||

@@ -7,7 +7,7 @@ namespace matmuls {
 
 RowDevice row_device() {
   const DeviceLimits& limits = device_limits();
-  return {limits.multiprocessors, limits.shared_per_block, limits.shared_per_multiprocessor, has_sm90_code(), true};
+  return {limits.multiprocessors, limits.shared_per_block, limits.shared_per_multiprocessor, has_sm90_code()};
 }
 
 }  // namespace matmuls

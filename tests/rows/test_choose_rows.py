@@ -189,7 +189,6 @@ def test_clusters_only_where_the_gpu_has_them():
     assert explain("rms_norm_", x, weight, gpu="A100").kernel == "reread"
     facts_of_stream = {"element": 2, "rows": 4096, "columns": 65_536, "gpu": H100}
     assert _C.choose_row_kernel("norm_backward", **facts_of_stream)[0] == "norm_backward_stream"
-    assert _C.choose_row_kernel("norm_backward", **facts_of_stream, cooperative=False)[0] == "persistent"
 
 
 @pytest.mark.parametrize(

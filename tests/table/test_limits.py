@@ -166,26 +166,7 @@ def test_gradients_of_norms_do_not_depend_on_earlier_calls():
     assert gradients_of_norms(SHAPES) == json.loads(run.stdout.splitlines()[-1])
 
 
-# ---------------------------------------------------------------------------- blocks that wait for each other, contexts
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("multiprocessors", [1, 8])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_cooperating_blocks_that_do_not_fit(dtype, multiprocessors):
-    """norm_backward of long rows and matmul_ fall back to other kernels."""
-    x, weight = random(300, 100_352, dtype=dtype), random(100_352, dtype=dtype, seed=1)
-    grad, rstd = random(300, 100_352, dtype=dtype, seed=2), random(300, seed=3).abs() + 1
-    a, b = random(4096, 1024, dtype=dtype, seed=4), random(1024, 1024, dtype=dtype, seed=5) / 32
-    expected = ops.norm_backward(grad, x, rstd, weight, False)
-    product = matmuls.matmul_(a.clone(), b)
-    with device.simulate(cooperative_multiprocessors=multiprocessors):
-        results = ops.norm_backward(grad, x, rstd, weight, False)
-        again = matmuls.matmul_(a.clone(), b)
-    eps = torch.finfo(dtype).eps
-    for result, other in zip(results, expected, strict=True):
-        torch.testing.assert_close(result, other, rtol=4 * eps, atol=4 * eps * other.abs().max().item())
-    torch.testing.assert_close(again, product, rtol=4 * eps, atol=4 * eps * product.abs().max().item())
+# ----------------------------------------------------------------------------------------------------------- contexts
 
 
 @pytest.mark.cuda

@@ -34,7 +34,7 @@ InplaceChoice explain_in_place(const at::Tensor& a, const at::Tensor& b, bool tr
                                const std::optional<at::Tensor>& bias, int64_t workspace);
 
 // Writes a @ op(b) + bias over a's first columns by the kernel of choose_in_place. Returns false, doing nothing, if
-// that is `workspace`, or if the GPU has no room for blocks that wait for each other.
+// that is `workspace`.
 bool multiply_in_place_sm90(const at::Tensor& a, const at::Tensor& b, const at::Tensor& bias, bool transb);
 
 }  // namespace matmuls

@@ -11,7 +11,7 @@ namespace matmuls::in_place {
 
 constexpr int kRowBytes = 128;  // bytes of a tile's row in shared memory: the swizzle width
 constexpr int kPair = 2;        // blocks of a cluster, one above the other
-constexpr int kTeams = 64;      // teams that have counters
+constexpr int kTeams = 64;      // teams of panels_kernel_sm90.cuh that have counters
 
 struct TileSize {
   int rows, columns;  // of the result, per block

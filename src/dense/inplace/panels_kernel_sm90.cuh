@@ -17,11 +17,11 @@
 // Roles in a block: one warp loads tiles ahead, across panel ends; one counts panels read; one stores results; one or
 // two warpgroups multiply.
 //
-// No block waits for one that is not running. The grid is at most what can be resident, and if a team has several
-// clusters the launch is cooperative: the GPU starts all blocks or none, whatever other streams run. With programmatic
-// dependent launch it may start while the previous kernel of its stream ends; that kernel's blocks are all running by
-// then, since it allows the next launch only once all of them have started. Within a team, clusters wait only until all
-// have multiplied the same pair, which depends only on earlier pairs.
+// The blocks of a team wait for each other. A team of which not all blocks run is closed (gpu/team_start.cuh): one of
+// its clusters then computes all tiles of its panels, one after the other. The results of a pair of panels wait in
+// global memory until all of the pair's tiles have been computed. With programmatic dependent launch the kernel may
+// start while the previous kernel of its stream ends; that kernel's blocks are all running by then, since it allows the
+// next launch only once all of them have started.
 #pragma once
 
 #include "dense/inplace/panels_sm90.cuh"
@@ -38,11 +38,14 @@ struct Tile {
   static constexpr int parts = columns / wide;
   static constexpr int a_bytes = rows * kRowBytes, b_bytes = columns * kRowBytes;
   static constexpr int part_bytes = 64 * kRowBytes;
-  static constexpr int barriers = 2 * stages + 4 * groups + 2;
+  static constexpr int barriers = 2 * stages + 4 * groups + 5;  // and the team's mode
   static constexpr int shared =
       stages * (a_bytes + b_bytes) + groups * 2 * part_bytes + columns * static_cast<int>(sizeof(float)) + 8 * barriers;
   static constexpr int threads = (groups + 1) * kGroup;
   static_assert(shared <= kMaxShared && (parts <= 4 || sizeof(T) == 4));
+
+  // Memory of the results of a pair of panels, for a cluster that works alone.
+  static constexpr int64_t scratch(int64_t across) { return kPair * across * columns * rows * sizeof(T); }
 
   // Phase of the staging buffer of a part. use: earlier uses of the second buffer, parts / 2 in each tile. With an odd
   // number of parts the first buffer is used once more in each tile.
@@ -55,14 +58,18 @@ struct Shape {
   int rows, columns, pairs, across, steps;  // pairs of panels, tiles across the result, K stages
 };
 
-// Two counters per team, for alternate pairs. The last block to leave resets them to zero.
-__device__ unsigned counters[kSlots][kTeams][2];
+__device__ TeamCounters counters[kCounterSlots][kTeams];
+
+// Results of the cluster that works alone; one such cluster per GPU at a time, which holds the lock.
+constexpr int64_t kScratchBytes = 16 << 20;
+__device__ unsigned char scratch[kScratchBytes];
+__device__ unsigned scratch_lock;
 
 template <class T, class Tile, bool b_k_apart>
 __global__ void __launch_bounds__(Tile::threads, 1)
     inplace_mm_kernel(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map,
-                      const __grid_constant__ CUtensorMap out_map, const T* bias, const Shape shape, unsigned* spare,
-                      int slot) {
+                      const __grid_constant__ CUtensorMap out_map, const T* bias, const Shape shape,
+                      TeamCounters* spare, int slot) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   constexpr bool turned = kTurned<T, b_k_apart>;
   constexpr int a_bytes = turned ? Tile::b_bytes : Tile::a_bytes, b_bytes = turned ? Tile::a_bytes : Tile::b_bytes;
@@ -75,6 +82,8 @@ __global__ void __launch_bounds__(Tile::threads, 1)
   uint64_t* const staged = empty + Tile::stages;  // [part % 2][group]
   uint64_t* const unstaged = staged + 2 * Tile::groups;
   uint64_t* const received = unstaged + 2 * Tile::groups;  // [turn % 2]: the last tile of a panel has arrived
+  uint64_t *const decided = received + 2, *const copied = decided + 1;
+  TeamMode* const mode = reinterpret_cast<TeamMode*>(copied + 1);  // valid once decided
   const auto a_tile = [&](int stage) { return tiles + stage * a_bytes; };
   const auto b_tile = [&](int stage) { return tiles + Tile::stages * a_bytes + stage * b_bytes; };
   const auto out_part = [&](int buffer, int group) {
@@ -87,9 +96,21 @@ __global__ void __launch_bounds__(Tile::threads, 1)
   const unsigned rank = ptx::cluster_rank();
   const int cluster = blockIdx.x / kPair, teams = gridDim.x / kPair / shape.across;
   const int team = cluster / shape.across;
-  const int column0 = cluster % shape.across * Tile::columns + (turned ? rank * Tile::columns / kPair : 0);
+  // First column of the block's tile; with i > 0, of tile i of a cluster that works alone.
+  const auto column_of = [&](int i) {
+    const int tile = cluster % shape.across + i;
+    return (tile < shape.across ? tile : tile - shape.across) * Tile::columns +
+           (turned ? static_cast<int>(rank) * Tile::columns / kPair : 0);
+  };
   const int group = threadIdx.x / kGroup, thread = threadIdx.x % kGroup;
-  unsigned* const counter = (spare ? spare : counters[slot][0]) + 2 * team;
+  TeamCounters* const own = (spare ? spare : counters[slot]) + team;
+  unsigned* const counter = own->read;
+  const unsigned team_blocks = kPair * shape.across;
+  const auto wait_for_mode = [&] {
+    if (!meet) return TeamMode::together;
+    ptx::barrier_wait(decided, 0);
+    return *mode;
+  };
   if (threadIdx.x == 0) {
     hopper::prefetch(a_map);
     hopper::prefetch(b_map);
@@ -104,8 +125,11 @@ __global__ void __launch_bounds__(Tile::threads, 1)
     }
     ptx::barrier_init(&received[0]);
     ptx::barrier_init(&received[1]);
+    ptx::barrier_init(decided);
+    ptx::barrier_init(copied);
     ptx::barrier_fence();
   }
+  __syncwarp();
   ptx::cluster_arrive_relaxed();
   ptx::cluster_wait();
   ptx::griddepcontrol_wait();
@@ -116,7 +140,7 @@ __global__ void __launch_bounds__(Tile::threads, 1)
     hopper::setmaxnreg_dec<40>();
     if (thread == 0) {  // loading thread
       unsigned n = 0;
-      for (int pair = team; pair < shape.pairs; pair += teams) {
+      const auto load_tile = [&](int pair, int column0) {
         const int row = (kPair * pair + (turned ? 0 : rank)) * Tile::rows;
         for (int k = 0; k < shape.steps; ++k, ++n) {
           const int stage = n % Tile::stages;
@@ -148,58 +172,123 @@ __global__ void __launch_bounds__(Tile::threads, 1)
                              column0 + rank * half);
           }
         }
-      }
+      };
+      // The first tile is the same in all modes.
+      load_tile(team, column_of(0));
+      const TeamMode now = wait_for_mode();
+      const int tiles = now == TeamMode::alone ? shape.across : 1;
+      for (int i = 1; i < tiles; ++i) load_tile(team, column_of(i));
+      for (int pair = team + teams; now != TeamMode::absent && pair < shape.pairs; pair += teams)
+        for (int i = 0; i < tiles; ++i) load_tile(pair, column_of(i));
+    } else if (thread == 96 && meet) {
+      arrive_at_team(&own->start);
+      *mode = wait_for_team_with_scratch(&own->start, team_blocks, cluster % shape.across, rank, &scratch_lock);
+      ptx::barrier_arrive(decided);
     } else if (thread == 64 && meet) {  // counting thread: the others proceed during its fence
       unsigned turn = 0;
-      for (int pair = team; pair < shape.pairs; pair += teams, ++turn) {
-        ptx::barrier_wait(&received[turn % 2], turn / 2 % 2);
-        ptx::add_release(counter + turn % 2, 1);
-      }
+      if (wait_for_mode() == TeamMode::together)
+        for (int pair = team; pair < shape.pairs; pair += teams, ++turn) {
+          ptx::barrier_wait(&received[turn % 2], turn / 2 % 2);
+          ptx::add_release(counter + turn % 2, 1);
+        }
     } else if (thread == 32) {  // storing thread
-      const unsigned team_blocks = kPair * shape.across;
+      const TeamMode now = wait_for_mode();
       unsigned use = 0, turn = 0;  // use: phase of the staging buffers
-      for (int pair = team; pair < shape.pairs; pair += teams, ++turn) {
+      const auto leave = [&](int buffer) {
+        for (int g = 0; g < Tile::groups; ++g) ptx::barrier_arrive(&unstaged[buffer * Tile::groups + g]);
+      };
+      const auto wait_for_staged = [&](int part, int g) {
+        ptx::barrier_wait(&staged[part % 2 * Tile::groups + g], Tile::phase(use, part));
+      };
+      // Stores what a buffer holds, a part of the tile from `column0` on, to a.
+      const auto store_part = [&](int pair, int column0, int part, int g, int buffer) {
         const int row = (kPair * pair + (turned ? 0 : rank)) * Tile::rows;
-        const auto leave = [&](int buffer) {
-          for (int g = 0; g < Tile::groups; ++g) ptx::barrier_arrive(&unstaged[buffer * Tile::groups + g]);
-        };
-        for (int part = 0; part < Tile::parts; ++part) {
-          for (int g = 0; g < Tile::groups; ++g) {
-            ptx::barrier_wait(&staged[part % 2 * Tile::groups + g], Tile::phase(use, part));
-            if (part == 0 && g == 0 && meet) {
-              while (ptx::load_acquire(counter + turn % 2) < (turn / 2 + 1) * team_blocks) __nanosleep(20);
-              hopper::order_copies();
+        for (int box = 0; box < (turned ? 2 : 1); ++box) {
+          const int x = column0 + (turned ? 2 * g + box : part) * Tile::wide;
+          const int y = row + (turned ? part * high : g * 64);
+          if (x < shape.columns && y < shape.rows)
+            hopper::store(out_map, out_part(buffer, g) + box * high * kRowBytes, x, y);
+        }
+      };
+      if (now == TeamMode::together) {
+        const int column0 = column_of(0);
+        for (int pair = team; pair < shape.pairs; pair += teams, ++turn) {
+          for (int part = 0; part < Tile::parts; ++part) {
+            for (int g = 0; g < Tile::groups; ++g) {
+              wait_for_staged(part, g);
+              if (part == 0 && g == 0 && meet) {
+                while (ptx::load_acquire(counter + turn % 2) < (turn / 2 + 1) * team_blocks) __nanosleep(20);
+                hopper::order_copies();
+              }
+              store_part(pair, column0, part, g, part % 2);
             }
-            for (int box = 0; box < (turned ? 2 : 1); ++box) {
-              const int x = column0 + (turned ? 2 * g + box : part) * Tile::wide;
-              const int y = row + (turned ? part * high : g * 64);
-              if (x < shape.columns && y < shape.rows)
-                hopper::store(out_map, out_part(part % 2, g) + box * high * kRowBytes, x, y);
+            hopper::commit_stores();
+            if (part % 2 == 1) {
+              hopper::wait_for_stores<1>();
+              leave(0);
+              hopper::wait_for_stores<0>();
+              leave(1);
             }
           }
-          hopper::commit_stores();
-          if (part % 2 == 1) {
-            hopper::wait_for_stores<1>();
-            leave(0);
+          if constexpr (Tile::parts % 2) {  // the last part is alone
             hopper::wait_for_stores<0>();
-            leave(1);
+            leave(0);
           }
+          use += Tile::parts / 2;
         }
-        if constexpr (Tile::parts % 2) {  // the last part is alone
-          hopper::wait_for_stores<0>();
-          leave(0);
+        // All reads of the team are counted by now; further increments of the first counter count the blocks that
+        // leave.
+        if (meet && ptx::add_acquire_release(counter, 1) == ((turn + 1) / 2 + 1) * team_blocks - 1)
+          counter[0] = counter[1] = own->start.arrived = 0;
+      } else if (now == TeamMode::alone) {
+        constexpr int last = (Tile::parts - 1) % 2;  // the buffer of a tile's last part
+        const auto scratch_of = [&](int i, int part, int g) {
+          const int64_t place = ((int64_t{rank} * shape.across + i) * Tile::parts + part) * Tile::groups + g;
+          return scratch + place * Tile::part_bytes;
+        };
+        unsigned tile = 0, copies = 0;
+        for (int pair = team; pair < shape.pairs; pair += teams, ++turn) {
+          for (int i = 0; i < shape.across; ++i, ++tile) {
+            ptx::barrier_wait(&received[tile % 2], tile / 2 % 2);
+            for (int part = 0; part < Tile::parts; ++part) {
+              for (int g = 0; g < Tile::groups; ++g) {
+                wait_for_staged(part, g);
+                hopper::store_bytes(scratch_of(i, part, g), out_part(part % 2, g), Tile::part_bytes);
+              }
+              hopper::commit_stores();
+              hopper::wait_for_stores<0>();
+              if (i + 1 < shape.across || part + 1 < Tile::parts) leave(part % 2);
+            }
+            use += Tile::parts / 2;
+          }
+          // Both blocks have read the pair's rows.
+          ptx::add_release(counter + turn % 2, 1);
+          while (ptx::load_acquire(counter + turn % 2) < (turn / 2 + 1) * kPair) __nanosleep(20);
+          hopper::wait_for_writes();
+          hopper::order_copies();
+          for (int i = 0; i < shape.across; ++i)
+            for (int part = 0; part < Tile::parts; ++part)
+              for (int g = 0; g < Tile::groups; ++g) {
+                ptx::barrier_expect(copied, Tile::part_bytes);
+                hopper::load_bytes(scratch_of(i, part, g), out_part(last, g), copied, Tile::part_bytes);
+                ptx::barrier_wait(copied, copies++ % 2);
+                store_part(pair, column_of(i), part, g, last);
+                hopper::commit_stores();
+                hopper::wait_for_stores<0>();
+              }
+          leave(last);
         }
-        use += Tile::parts / 2;
+        hopper::wait_for_writes();
       }
-      // All reads of the team are counted by now; further increments of the first counter count the blocks that leave.
-      if (meet && ptx::add_acquire_release(counter, 1) == ((turn + 1) / 2 + 1) * team_blocks - 1)
-        counter[0] = counter[1] = 0;
+      if (now != TeamMode::together && leave_closed_team(&own->start, team_blocks)) counter[0] = counter[1] = 0;
     }
   } else {
     hopper::setmaxnreg_inc<Tile::groups == 1 ? 240 : 232>();
-    float own_bias = 0;  // loaded during the first pair
-    if (bias && threadIdx.x < Tile::columns && column0 + threadIdx.x < shape.columns)
-      own_bias = static_cast<float>(bias[column0 + threadIdx.x]);
+    const auto bias_of = [&](int column0) {
+      const int column = column0 + static_cast<int>(threadIdx.x);
+      return bias && threadIdx.x < Tile::columns && column < shape.columns ? static_cast<float>(bias[column]) : 0.0f;
+    };
+    float own_bias = bias_of(column_of(0));  // loaded during the first pair
     const int warp = thread / 32, lane = thread % 32;
     float acc[Tile::columns / 2];  // 64 rows per warpgroup
     // 16-bit results leave their registers while the next pair is multiplied: half of them with its first step, the
@@ -275,7 +364,9 @@ __global__ void __launch_bounds__(Tile::threads, 1)
     };
     using Halves = std::make_integer_sequence<int, (Tile::parts + 1) / 2>;
     const int late = shape.steps / 2;
-    for (int pair = team; pair < shape.pairs; pair += teams, ++turn) {
+    unsigned tiles = (shape.pairs - team + teams - 1) / teams;
+    TeamMode now = TeamMode::together;
+    for (; turn < tiles; ++turn) {
       const auto step = [&](int k, uint32_t (&fragment)[4][4], uint32_t (&next)[4][4]) {
         const int at = n % Tile::stages;
         if constexpr (!turned) ptx::barrier_wait(&full[at], n / Tile::stages % 2);
@@ -329,7 +420,16 @@ __global__ void __launch_bounds__(Tile::threads, 1)
         hopper::pin(acc);
         release((n - 1) % Tile::stages);
       }
-      if (bias && turn == 0) {
+      if (turn == 0) {
+        now = wait_for_mode();
+        if (now == TeamMode::absent) break;
+        if (now == TeamMode::alone) tiles *= shape.across;
+      }
+      if (bias && (turn == 0 || now == TeamMode::alone)) {
+        if (turn > 0) {
+          own_bias = bias_of(column_of(static_cast<int>(turn % shape.across)));
+          hopper::sync(1, Tile::groups * kGroup);  // the biases of the previous tile have been read
+        }
         if (threadIdx.x < Tile::columns) biases[threadIdx.x] = own_bias;
         hopper::sync(1, Tile::groups * kGroup);
       }
@@ -345,13 +445,14 @@ __global__ void __launch_bounds__(Tile::threads, 1)
       }
     }
     if constexpr (narrow) {
-      stage_all(Halves());
+      if (now != TeamMode::absent) stage_all(Halves());
     }
   }
   __syncwarp();  // the warps of the loading, counting and storing threads
   // The other block may still signal this block's barriers.
-  ptx::cluster_arrive_relaxed();
+  ptx::cluster_arrive();
   ptx::cluster_wait();
+  if (meet && rank == 0 && threadIdx.x == 0 && *mode == TeamMode::alone) give_back_scratch(&scratch_lock);
 #endif
 }
 

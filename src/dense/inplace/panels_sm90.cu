@@ -21,12 +21,14 @@ struct Way : Walk {
 
   static int clusters() { return clusters_at_once<kernel, Tile::threads, Tile::shared>(kPair); }
 
-  explicit Way(const Operands& o) : Walk(o.a.size(0), o.columns, size, clusters(), kTurned<T, b_k_apart>) {}
+  explicit Way(const Operands& o) : Walk(o.a.size(0), o.columns, size, clusters(), kTurned<T, b_k_apart>) {
+    if (Tile::scratch(across) > kScratchBytes) waves = 0;
+  }
 
   bool meets() const { return kTurned<T, b_k_apart> || across > 1; }
   double cycles(const Operands& o) const { return waves * size.cycles(up(o.a.size(1), Tile::wide)); }
 
-  bool launch(const Operands& o) const {
+  void launch(const Operands& o) const {
     const int64_t rows = o.a.size(0), inner = o.a.size(1);
     const Shape shape{static_cast<int>(rows), static_cast<int>(o.columns), pairs, across, up(inner, Tile::wide)};
     T* const data = o.a.mutable_data_ptr<T>();
@@ -37,11 +39,10 @@ struct Way : Walk {
     const CUtensorMap out_map =
         map_of<T>(data, rows, o.columns, o.a.stride(0), kTurned<T, b_k_apart> ? kPair * Tile::rows / Tile::parts : 64);
     std::optional<Counters> counters;
-    if (meets()) counters.emplace(c10::cuda::getCurrentCUDAStream(), o.a);
+    if (meets()) counters.emplace(o.a);
     Launch launch(across * teams() * kPair, Tile::threads, Tile::shared);
-    return start(launch, across > 1, kPair, kernel, a_map, b_map, out_map,
-                 o.bias.defined() ? o.bias.const_data_ptr<T>() : nullptr, shape, counters ? counters->own() : nullptr,
-                 counters ? counters->slot.value_or(0) : 0);
+    start(launch, kPair, kernel, a_map, b_map, out_map, o.bias.defined() ? o.bias.const_data_ptr<T>() : nullptr, shape,
+          counters ? counters->own<TeamCounters>() : nullptr, counters ? counters->slot.value_or(0) : 0);
   }
 };
 
@@ -61,10 +62,10 @@ constexpr double kPanels = sizeof(T) == 4 ? 1.7 : 1.15;
 
 bool is_on(InplaceKernel kernel) { return !KernelSwitch<InplaceKernel>::is_off(kernel); }
 
-// What a call that the kernels support runs. few: few_rows may be taken.
+// What a call that the kernels support runs.
 template <class T, bool b_k_apart>
-InplaceChoice choose(const Operands& o, bool few) {
-  if (few && is_on(InplaceKernel::few_rows) && few_rows_fit<T, b_k_apart>(o))
+InplaceChoice choose(const Operands& o) {
+  if (is_on(InplaceKernel::few_rows) && few_rows_fit<T, b_k_apart>(o))
     return {InplaceKernel::few_rows, "the result's tiles fit into one wave", kFewRows, kFewColumns};
   constexpr InplaceChoice other{InplaceKernel::workspace, "the tiles would leave part of the GPU idle"};
   const Way<T, Large<T>, b_k_apart> large(o);
@@ -88,12 +89,10 @@ InplaceChoice choose(const Operands& o, bool few) {
   return is_on(InplaceKernel::workspace) && copied < least ? other : choice;
 }
 
-// Launches a choice. False if the GPU has no room for blocks that wait for each other.
+// Launches a choice of few_rows or panels.
 template <class T, bool b_k_apart>
-bool launch(const Operands& o, const InplaceChoice& c) {
-  if (c.kernel == InplaceKernel::few_rows)
-    return multiply_few_rows<T, b_k_apart>(o) || launch<T, b_k_apart>(o, choose<T, b_k_apart>(o, false));
-  if (c.kernel == InplaceKernel::workspace) return false;
+void launch(const Operands& o, const InplaceChoice& c) {
+  if (c.kernel == InplaceKernel::few_rows) return multiply_few_rows<T, b_k_apart>(o);
   const auto is = [&]<class Tile>(std::type_identity<Tile>) {
     return c.tile_rows == Tile::rows && c.tile_columns == Tile::columns;
   };
@@ -102,7 +101,7 @@ bool launch(const Operands& o, const InplaceChoice& c) {
     if (is(std::type_identity<Narrow<T>>())) return Way<T, Narrow<T>, b_k_apart>(o).launch(o);
     if (is(std::type_identity<Small<T>>())) return Way<T, Small<T>, b_k_apart>(o).launch(o);
   }
-  return Way<T, Large<T>, b_k_apart>(o).launch(o);
+  Way<T, Large<T>, b_k_apart>(o).launch(o);
 }
 
 // True if TMA can address the matrix: contiguous rows that all start on 16 bytes.
@@ -143,12 +142,15 @@ InplaceChoice choose_in_place(const at::Tensor& a, const at::Tensor& b, const at
   const InplaceChoice other{InplaceKernel::workspace,
                             "the kernels need Hopper, 16 bits or TF32, and rows at multiples of 16 bytes"};
   return with_operands(a, b, bias, transb, other,
-                       [&]<class T, bool k_apart>(const Operands& o) { return choose<T, k_apart>(o, true); });
+                       [&]<class T, bool k_apart>(const Operands& o) { return choose<T, k_apart>(o); });
 }
 
 bool multiply_in_place_sm90(const at::Tensor& a, const at::Tensor& b, const at::Tensor& bias, bool transb) {
   return with_operands(a, b, bias, transb, false, [&]<class T, bool k_apart>(const Operands& o) {
-    return launch<T, k_apart>(o, choose<T, k_apart>(o, true));
+    const InplaceChoice choice = choose<T, k_apart>(o);
+    if (choice.kernel == InplaceKernel::workspace) return false;
+    launch<T, k_apart>(o, choice);
+    return true;
   });
 }
 

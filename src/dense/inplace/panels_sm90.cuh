@@ -5,15 +5,13 @@
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAStream.h>
 
-#include <array>
-#include <map>
-#include <mutex>
 #include <optional>
-#include <tuple>
 
 #include "dense/inplace/panels_cost.h"
+#include "gpu/counter_slots.h"
 #include "gpu/hopper.cuh"
 #include "gpu/launch.cuh"
+#include "gpu/team_start.cuh"
 #include "gpu/tensor_map.h"
 
 namespace matmuls::in_place {
@@ -21,8 +19,13 @@ namespace matmuls::in_place {
 constexpr int kGroup = 128;  // threads of a warpgroup
 constexpr int kMaxShared = 227 << 10;
 
-// Two counters per team, zero between launches. Launches that may run concurrently use different slots.
-constexpr int kSlots = 2048;
+constexpr int kMostTeams = 128;  // blocks that read the same rows of a form a team
+
+// Counters in global memory of a team. Zero between launches.
+struct TeamCounters {
+  TeamStart start;
+  unsigned read[2];  // blocks that have read a panel, for alternate panels
+};
 
 struct Operands {
   at::Tensor a, b, bias;
@@ -38,51 +41,28 @@ CUtensorMap map_of(const void* data, int64_t rows, int64_t columns, int64_t row_
   return tensor_map<T>("matmul_", data, sizes, strides, box);
 }
 
-// The counters' slot of this stream, or of this graph capture on this stream. Two launches of one captured node write
-// over the same a, so they never run concurrently. None if all slots are taken.
-inline std::optional<int> slot_of(cudaStream_t stream) {
-  unsigned long long id = 0, capture = 0;
-  cudaStreamCaptureStatus status;
-  C10_CUDA_CHECK(cudaStreamGetCaptureInfo(stream, &status, &capture));
-  if (status == cudaStreamCaptureStatusActive) {
-    // A stream's id cannot be queried in a capture; the address is valid until its end.
-    id = reinterpret_cast<uintptr_t>(stream);
-  } else {
-    capture = 0;
-    C10_CUDA_CHECK(cudaStreamGetId(stream, &id));
-  }
-  static std::mutex& mutex = *new std::mutex;
-  static auto& known = *new std::map<std::tuple<int, unsigned long long, unsigned long long>, int>;
-  static std::array<int, 64> taken{};
-  const int device = c10::cuda::current_device();
-  const std::lock_guard lock(mutex);
-  const auto key = std::make_tuple(device, id, capture);
-  if (const auto found = known.find(key); found != known.end()) return found->second;
-  if (device >= static_cast<int>(taken.size()) || taken[device] == kSlots) return std::nullopt;
-  return known[key] = taken[device]++;
-}
-
-// The counters of one launch: the stream's slot, or a tensor of its own.
+// The counters of one launch: the slot of the current stream, or of the graph that it captures; without one, zeroed
+// memory of the launch's own.
 struct Counters {
   std::optional<int> slot;
   at::Tensor spare;
 
-  Counters(cudaStream_t stream, const at::Tensor& a) : slot(slot_of(stream)) {
-    if (!slot) spare = zeros({2 * kTeams}, a.options().dtype(at::kInt));
+  explicit Counters(const at::Tensor& a) : slot(counter_slot(c10::cuda::getCurrentCUDAStream())) {
+    constexpr int64_t words = kMostTeams * sizeof(TeamCounters) / sizeof(int);
+    if (!slot) spare = zeros({words}, a.options().dtype(at::kInt));
   }
-  unsigned* own() const {
-    return spare.defined() ? reinterpret_cast<unsigned*>(spare.mutable_data_ptr<int>()) : nullptr;
+  template <class T>
+  T* own() const {
+    return spare.defined() ? reinterpret_cast<T*>(spare.mutable_data_ptr<int>()) : nullptr;
   }
 };
 
-// Launches early (PDL; the kernel waits for its predecessor itself): saves 0.4 to 0.8 us (H200). Returns false if
-// blocks that wait for each other cannot all be resident, as this process may have only part of the GPU.
+// Launches early (PDL; the kernel waits for its predecessor itself): saves 0.4 to 0.8 us (H200).
 template <class Kernel, class... Arguments>
-bool start(Launch& launch, bool together, int blocks_of_a_cluster, Kernel kernel, const Arguments&... arguments) {
+void start(Launch& launch, int blocks_of_a_cluster, Kernel kernel, const Arguments&... arguments) {
   launch.in_clusters(blocks_of_a_cluster);
   launch.early();
-  if (together) launch.together();
-  return launch.if_all_fit(kernel, arguments...);
+  launch(kernel, arguments...);
 }
 
 // TF32 wgmma reads an MN-major operand only from registers, and only as the left one. For such a b the tile is computed
@@ -95,8 +75,8 @@ constexpr int kFewRows = 128, kFewColumns = 64;
 // True if the tiles fit in one wave.
 template <class T, bool b_k_apart>
 bool few_rows_fit(const Operands& o);
-// Computes it, if few_rows_fit. False if the GPU has no room for blocks that wait for each other.
+// Computes it, if few_rows_fit.
 template <class T, bool b_k_apart>
-bool multiply_few_rows(const Operands& o);
+void multiply_few_rows(const Operands& o);
 
 }  // namespace matmuls::in_place

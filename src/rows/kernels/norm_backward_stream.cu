@@ -6,7 +6,9 @@
 //
 // Long rows: up to 64 blocks (a team) share one. They exchange sums through global memory, in letters that carry the
 // number of their row. The GPU has room for more such teams than for clusters of as many blocks: 65536 16-bit columns
-// on clusters of four blocks of 512 threads leave 12 of 132 multiprocessors idle.
+// on clusters of four blocks of 512 threads leave 12 of 132 multiprocessors idle. A team of which not all blocks run is
+// closed (gpu/team_start.cuh): one of its blocks then computes all of the team's rows, with the same sums in the same
+// order.
 //
 // Unaligned rows: one block each. All rows of a block have the same misalignment. The edge elements of a row go one
 // each to threads of the first warp, so that vectors need no bounds test.
@@ -19,6 +21,7 @@
 #include <algorithm>
 
 #include "gpu/launch.cuh"
+#include "gpu/team_start.cuh"
 #include "gpu/vector_io.cuh"
 #include "rows/kernel_sizes.h"
 
@@ -31,7 +34,8 @@ using Plan = StreamPlan<sizeof(T)>;
 struct Letter {
   uint64_t d, dxhat;  // a float32 and the number of its row each
 };
-static_assert(Plan<float>::kPhases * kMostStreamBlocks * 2 <= StreamNormBackward<float>::kLetters);
+static_assert(Plan<float>::kPhases * kMostStreamBlocks * sizeof(Letter) + sizeof(TeamStart) <=
+              StreamNormBackward<float>::kLetters * sizeof(uint64_t));
 
 #if __CUDA_ARCH__ >= 900
 __device__ void post(Letter* to, float2 v, uint32_t number) {
@@ -76,10 +80,96 @@ template <int warps>
 struct Sums {
   float2 at[warps];
 };
+
+// All rows of a team by one block, without the team's other blocks: each row is read twice. The sums over a row are
+// those of the team, added in the same order. Not inlined: the kernel keeps its registers.
+template <class T, bool rms>
+__device__ __noinline__ void compute_alone(const StreamNormBackward<T>& c, int blocks, int team, int teams) {
+  using P = Plan<T>;
+  constexpr int V = P::kVectors, NV = P::kHeld, kThreads = P::kThreads, kWarps = P::kWarps;
+  // The rows in flight are not used any more: static memory would leave room for one block less per multiprocessor.
+  extern __shared__ __align__(16) unsigned char shared[];
+  auto* const warp_sums = reinterpret_cast<float2*>(shared);
+  float2 *const block_sums = warp_sums + kWarps, *const row_mean = block_sums + kMostStreamBlocks;
+  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+  const int vectors = c.columns / V, rows = static_cast<int>(c.rows);
+  const float share = 1.0f / static_cast<float>(c.columns);
+  const auto read = [](const T* from, float (&numbers)[V]) {
+    Words<T, V> words;
+    *reinterpret_cast<uint4*>(&words) = *reinterpret_cast<const uint4*>(from);
+    unpack(words, numbers);
+  };
+  // Calls use(column, g, h, w) for this thread's vectors of block `block` of the team.
+  const auto for_each = [&](int64_t row, int block, const auto& use) {
+#pragma unroll 1
+    for (int i = 0; i < NV; ++i) {
+      const int vector = block * P::kPart + thread + i * kThreads;
+      if (vector >= vectors) break;
+      float g[V], h[V], w[V];
+      read(c.grad + row * c.strides[0] + vector * V, g);
+      read(c.xhat + row * c.strides[1] + vector * V, h);
+      if (c.weight) {
+#pragma unroll
+        for (int j = 0; j < V; ++j) w[j] = static_cast<float>(c.weight[vector * V + j]);
+      } else {
+#pragma unroll
+        for (int j = 0; j < V; ++j) w[j] = 1;
+      }
+      use(vector * V, g, h, w);
+    }
+  };
+  __syncthreads();
+  for (int row = team; row < rows; row += teams) {
+    for (int block = 0; block < blocks; ++block) {
+      float2 sums[2] = {};
+      for_each(row, block, [&](int, const float (&g)[V], const float (&h)[V], const float (&w)[V]) {
+#pragma unroll
+        for (int j = 0; j < V; ++j) {
+          const float d = g[j] * w[j];
+          if constexpr (!rms) sums[j % 2].x += d;
+          sums[j % 2].y += d * h[j];
+        }
+      });
+      const float2 sum = sum_of<32>({sums[0].x + sums[1].x, sums[0].y + sums[1].y});
+      if (lane == 0) warp_sums[warp] = sum;
+      __syncthreads();
+      if (warp == 0) {
+        const float2 all = sum_of<kWarps>(warp_sums[lane % kWarps]);
+        if (lane == 0) block_sums[block] = all;
+      }
+      __syncthreads();
+    }
+    if (warp == 0) {
+      float2 mean{};
+      for (int from = lane; from < blocks; from += 32)
+        mean = {mean.x + block_sums[from].x, mean.y + block_sums[from].y};
+      mean = sum_of<32>(mean);
+      if (lane == 0) *row_mean = {mean.x * share, mean.y * share};
+    }
+    __syncthreads();
+    const float2 mean = *row_mean;
+    const float scale = c.rstd[row];
+    for (int block = 0; block < blocks; ++block)
+      for_each(row, block, [&](int column, const float (&g)[V], const float (&h)[V], const float (&w)[V]) {
+        float result[V];
+        float* const sums = c.partial + static_cast<int64_t>(team) * 2 * c.columns + column;
+#pragma unroll
+        for (int j = 0; j < V; ++j) {
+          result[j] = scale * (g[j] * w[j] - mean.x - h[j] * mean.y);
+          if (!c.partial) continue;
+          float dweight = row == team ? 0 : sums[j], dbias = row == team ? 0 : sums[c.columns + j];
+          dbias += g[j];
+          dweight += g[j] * h[j];
+          sums[j] = dweight, sums[c.columns + j] = dbias;
+        }
+        store_once(c.dx + row * c.strides[2] + column, pack<T, V>(result));
+      });
+  }
+}
 #endif
 
-// alone: each block has its own rows, which may be unaligned. Otherwise `blocks` blocks share a row of whole vectors.
-template <class T, bool rms, bool alone>
+// single: each block has its own rows, which may be unaligned. Otherwise `blocks` blocks share a row of whole vectors.
+template <class T, bool rms, bool single>
 __global__ void __launch_bounds__(Plan<T>::kThreads, Plan<T>::kBlocks)
     norm_backward_stream_kernel(const __grid_constant__ StreamNormBackward<T> c, const int blocks) {
 #if __CUDA_ARCH__ >= 900
@@ -91,8 +181,8 @@ __global__ void __launch_bounds__(Plan<T>::kThreads, Plan<T>::kBlocks)
   auto* const slots = reinterpret_cast<Words<T, V>*>(shared) + threadIdx.x;
   const auto weight = [&](int i) -> Words<T, V>& { return slots[i * kThreads]; };
   const auto held = [&](int s, int i, int k) -> Words<T, V>& { return slots[(NV + (s * NV + i) * 2 + k) * kThreads]; };
-  const int team = alone ? blockIdx.x : blockIdx.x / blocks, rank = alone ? 0 : blockIdx.x % blocks;
-  const int teams = alone ? gridDim.x : gridDim.x / blocks;
+  const int team = single ? blockIdx.x : blockIdx.x / blocks, rank = single ? 0 : blockIdx.x % blocks;
+  const int teams = single ? gridDim.x : gridDim.x / blocks;
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   const int rows = static_cast<int>(c.rows);
   const int mine = rows > team ? (rows - team + teams - 1) / teams : 0;  // rows of this team
@@ -105,9 +195,12 @@ __global__ void __launch_bounds__(Plan<T>::kThreads, Plan<T>::kBlocks)
   }
   __syncthreads();
   Letter* const letters = reinterpret_cast<Letter*>(c.letters + static_cast<int64_t>(team) * c.kLetters);
+  auto* const start = reinterpret_cast<TeamStart*>(letters + P::kPhases * kMostStreamBlocks);
+  __shared__ TeamMode mode;
+  if (!single && thread == 0) arrive_at_team(start);  // before the loads, behind which it would queue
 
   int head = 0, vectors = c.columns / V;  // columns before the first whole vector; whole vectors
-  if constexpr (alone) {
+  if constexpr (single) {
     const auto from = reinterpret_cast<uintptr_t>(c.grad + team * c.strides[0]);
     head = min(static_cast<int>((16 - from % 16) % 16 / sizeof(T)), c.columns);
     vectors = (c.columns - head) / V;
@@ -118,7 +211,7 @@ __global__ void __launch_bounds__(Plan<T>::kThreads, Plan<T>::kBlocks)
   constexpr int kStep = kThreads * V;
   // Edge column of a thread of the first warp.
   const int edge = thread < V ? thread : head + (vectors - 1) * V + thread;
-  const bool has_edge = alone && (thread < V ? edge < head : thread < 2 * V && edge < c.columns);
+  const bool has_edge = single && (thread < V ? edge < head : thread < 2 * V && edge < c.columns);
 
   const T* grad = c.grad + team * c.strides[0] + column;  // of the row to prefetch next
   const T* xhat = c.xhat + team * c.strides[1] + column;
@@ -162,7 +255,7 @@ __global__ void __launch_bounds__(Plan<T>::kThreads, Plan<T>::kBlocks)
   }
   const float edge_weight = has_edge ? weight_of(edge) : 0.0f;
   float2 edge_next{}, edge_now{}, edge_before{}, edge_sums{};
-  if (alone && warp == 0) edge_next = edge_of(0);
+  if (single && warp == 0) edge_next = edge_of(0);
 
   float dweight[NV][V] = {}, dbias[NV][V] = {}, rstd_before = 0;
   const float share = 1.0f / static_cast<float>(c.columns);
@@ -173,7 +266,7 @@ __global__ void __launch_bounds__(Plan<T>::kThreads, Plan<T>::kBlocks)
   for (int n = 0; n <= mine; ++n) {
     float rstd_now = 0;
     // Poll the letters of the row to write early: most have arrived, and the poll takes as long as folding a row.
-    constexpr bool early = !alone && sizeof(T) == 4;
+    constexpr bool early = !single && sizeof(T) == 4;
     Glance glance{};
     if (early && warp == 0 && n > 0 && lane < blocks)
       glance = Glance::at(letters + (n - 1) % P::kPhases * kMostStreamBlocks + lane);
@@ -182,7 +275,7 @@ __global__ void __launch_bounds__(Plan<T>::kThreads, Plan<T>::kBlocks)
       next_rstd += teams;
       ptx::cp_async_wait_group<S - 2>();
       float2 sums[2] = {};
-      if (alone && warp == 0) {
+      if (single && warp == 0) {
         edge_now = edge_next;
         edge_next = edge_of(n + 1);
         const float d = edge_now.x * edge_weight;
@@ -207,7 +300,7 @@ __global__ void __launch_bounds__(Plan<T>::kThreads, Plan<T>::kBlocks)
         folded[n].at[warp] = sum;
         folded.arrive(n);
       }
-      if (!alone && warp == 0) {
+      if (!single && warp == 0) {
         folded.wait(n);
         const float2 all = sum_of<kWarps>(folded[n].at[lane % kWarps]);
         if (lane == 0) post(letters + n % P::kPhases * kMostStreamBlocks + rank, all, n + 1);
@@ -216,11 +309,19 @@ __global__ void __launch_bounds__(Plan<T>::kThreads, Plan<T>::kBlocks)
     if (n > 0) {
       const int m = n - 1;  // the row to write
       float2 mean;
-      if constexpr (alone) {
+      if constexpr (single) {
         folded.wait(m);
         mean = sum_of<kWarps>(folded[m].at[lane % kWarps]);
       } else {
         if (warp == 0) {
+          if (m == 0) {
+            if (lane == 0) mode = wait_for_team(start, blocks, rank);
+            __syncwarp();
+            if (mode != TeamMode::together) {
+              if (lane == 0) totals.arrive(0);
+              break;
+            }
+          }
           mean = {};
           for (int from = lane; from < blocks; from += 32) {
             if (!early || from != lane) glance = {};
@@ -236,6 +337,7 @@ __global__ void __launch_bounds__(Plan<T>::kThreads, Plan<T>::kBlocks)
           }
         }
         totals.wait(m);
+        if (m == 0 && mode != TeamMode::together) break;
         mean = totals[m];
       }
       mean.x *= share, mean.y *= share;
@@ -254,7 +356,7 @@ __global__ void __launch_bounds__(Plan<T>::kThreads, Plan<T>::kBlocks)
         }
         if (has(i)) store_once(dx + i * kStep, pack<T, V>(result));
       }
-      if (alone && warp == 0 && has_edge) {
+      if (single && warp == 0 && has_edge) {
         dx[edge - column] = static_cast<T>(scale * (edge_before.x * edge_weight - mean.x - edge_before.y * mean.y));
         edge_sums.x += edge_before.x * edge_before.y;
         edge_sums.y += edge_before.x;
@@ -267,13 +369,17 @@ __global__ void __launch_bounds__(Plan<T>::kThreads, Plan<T>::kBlocks)
     rstd_before = rstd_now;
   }
   ptx::cp_async_wait_group<0>();
+  if (!single && mine > 0 && mode != TeamMode::together) {
+    if (mode == TeamMode::alone) compute_alone<T, rms>(c, blocks, team, teams);
+    return;
+  }
   if (!c.partial) return;
   float* const sums = c.partial + static_cast<int64_t>(team) * 2 * c.columns;
 #pragma unroll
   for (int i = 0; i < NV; ++i) {
     if (!has(i)) continue;
     float* const to = sums + column + i * kStep;
-    if constexpr (!alone) {
+    if constexpr (!single) {
       store_floats(to, dweight[i]);
       store_floats(to + c.columns, dbias[i]);
     } else {
@@ -286,17 +392,16 @@ __global__ void __launch_bounds__(Plan<T>::kThreads, Plan<T>::kBlocks)
 }
 
 template <auto kernel, class T>
-bool launch(const StreamNormBackward<T>& call, int teams, int blocks) {
+void launch(const StreamNormBackward<T>& call, int teams, int blocks) {
   allow_shared_memory<kernel>();
-  Launch launch(teams * blocks, Plan<T>::kThreads, Plan<T>::kBytes);
-  if (blocks > 1) launch.together();
-  return launch.if_all_fit(kernel, call, blocks);
+  const Launch launch(teams * blocks, Plan<T>::kThreads, Plan<T>::kBytes);
+  launch(kernel, call, blocks);
 }
 
 }  // namespace
 
 template <class T>
-bool launch_stream_norm_backward(const StreamNormBackward<T>& call, int teams, int blocks, bool whole) {
+void launch_stream_norm_backward(const StreamNormBackward<T>& call, int teams, int blocks, bool whole) {
   const auto go = [&]<bool rms>() {
     if constexpr (sizeof(T) == 2)
       if (!whole) return launch<norm_backward_stream_kernel<T, rms, true>>(call, teams, 1);
@@ -308,7 +413,7 @@ bool launch_stream_norm_backward(const StreamNormBackward<T>& call, int teams, i
 }
 
 #define MATMULS_STREAM_NORM_BACKWARD(T) \
-  template bool launch_stream_norm_backward(const StreamNormBackward<T>&, int, int, bool);
+  template void launch_stream_norm_backward(const StreamNormBackward<T>&, int, int, bool);
 MATMULS_STREAM_NORM_BACKWARD(float)
 MATMULS_STREAM_NORM_BACKWARD(c10::BFloat16)
 MATMULS_STREAM_NORM_BACKWARD(c10::Half)

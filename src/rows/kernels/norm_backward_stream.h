@@ -19,12 +19,11 @@ struct StreamNormBackward {
   float* partial;     // [teams][2][columns], or null
   uint64_t* letters;  // [teams][kLetters] for `whole` rows, otherwise unused
 
-  static constexpr int kLetters = 512;
+  static constexpr int kLetters = 514;  // 512, and the start of the team
 };
 
 // teams: of `blocks` blocks, which share a row. whole: rows are aligned and their length is a multiple of 16 bytes.
-// Returns false, writing nothing, if the blocks, which wait for each other, cannot all be resident.
 template <class T>
-bool launch_stream_norm_backward(const StreamNormBackward<T>& call, int teams, int blocks, bool whole);
+void launch_stream_norm_backward(const StreamNormBackward<T>& call, int teams, int blocks, bool whole);
 
 }  // namespace matmuls

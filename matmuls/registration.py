@@ -104,6 +104,18 @@ def signature_of_apply(*names: str) -> inspect.Signature:
     return inspect.Signature([inspect.Parameter(name, kind) for name in names], return_annotation=Tensor)
 
 
+class Applied:
+    """A class whose `apply` is called; to call the class itself raises TypeError."""
+
+    __signature__: inspect.Signature
+    _module: str | None = None  # an nn.Module of the same name
+
+    def __new__(cls, *args: object, **kwargs: object) -> NoReturn:
+        expected = f"{cls.__name__}.apply({', '.join(cls.__signature__.parameters)})"
+        module = "" if cls._module is None else f"; the nn.Module of this name is {cls._module}"
+        raise TypeError(f"{cls.__name__}: expected {expected}, got a call of the class{module}")
+
+
 def has_tangent(t: Tensor) -> bool:
     """True if t has a forward-mode tangent."""
     if forward_ad._current_level < 0:

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import register_flop_formula
 from custom_mm.literals import Reduce
 
 from ..dense import matmul
-from ..registration import expect_dense, number, signature_of_apply
+from ..registration import Applied, expect_dense, number, signature_of_apply
 from .csr_pattern import CsrPattern, from_entries, pattern_of
 from .default_spmm import check_operands, default_op, default_product, default_product_into, folded, multiply_batch
 from .plan import Sparse, SparsePlan, plan_of
@@ -260,7 +260,7 @@ def _sparsified(name: str, a: torch.Tensor) -> tuple[CsrPattern, torch.Tensor]:
     return from_entries(name, row, col, (rows, columns), batch), a[tuple(index.unbind(1))]
 
 
-class cusparseMM(InplaceFunction):
+class cusparseMM(Applied, InplaceFunction):
     """`cusparseMM.apply(a, b)` computes a @ b for a sparse a, or for a dense a that is mostly 0.
 
     It runs the kernels of `spmm`, not cuSPARSE's. For a dense a, it first extracts the nonzeros, which waits for the

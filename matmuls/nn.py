@@ -16,7 +16,7 @@ from . import inplace
 from .masked import MaskPlan, masked_ffn, masked_linear
 from .sparse import SparsePlan, plan_of
 from .sparse.csr_pattern import untransformed
-from .sparse.stacked import unwrapped
+from .sparse.stacked import Stacked, unwrapped
 
 __all__ = ["InplaceLinear", "MaskedFFN", "MaskedLinear", "SparseLinear"]
 
@@ -228,7 +228,8 @@ class SparseLinear(nn.Module):
     The parameters are `values` [nonzeros] and `bias`. The buffers are the weight's CSR pattern: `offsets`
     [out_features + 1] and `columns` [nonzeros]. All of them are in the state dict. A loaded state may have another
     number of nonzeros than the module. A new module has no nonzeros; use `from_linear` to make one from a trained
-    layer. torch's parametrizations do not accept a parameter named `values`.
+    layer. torch's parametrizations do not accept a parameter named `values`. Layers that
+    `torch.func.stack_module_state` stacks for vmap must have equal patterns.
 
     Every product uses the sparse plan of the weight and reads the current values. `freeze()` promises that the values
     will not change. Products may then keep a copy of the weight in a layout for tensor cores, and in 16 bits, on Hopper
@@ -379,9 +380,9 @@ class SparseLinear(nn.Module):
             # About to be trained, perhaps by an optimizer that does not increment versions.
             self._is_frozen = False
             self._drop_plan()
-        stacks = [unwrapped(self.offsets), unwrapped(self.columns)]
+        known, transformed = self._plan, not is_compiling() and peek_interpreter_stack() is not None
+        stacks = [unwrapped(t) if transformed else Stacked(t, ()) for t in (self.offsets, self.columns)]
         offsets, columns = (stack.base for stack in stacks)
-        known, transformed = self._plan, peek_interpreter_stack() is not None
         state = [(t.data_ptr(), version_of(t), dims) for t, dims in stacks]
         if known is None or known[0] is not offsets or known[1] is not columns or known[2] != state:
             shared = not columns.is_inference()  # writes to inference tensors cannot be detected

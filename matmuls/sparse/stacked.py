@@ -25,9 +25,8 @@ class Stacked(NamedTuple):
                 raise ValueError(f"{name}: expected at least one layer, got a batch of none")
             first = t.select(dim, 0)
             if not torch.equal(t, first.unsqueeze(dim).expand_as(t)):
-                raise ValueError(
-                    f"{name}: expected stacked layers of one pattern, with equal offsets and columns, got different ones"
-                )
+                expected = "stacked layers of one pattern, with equal offsets and columns"
+                raise ValueError(f"{name}: expected {expected}, got different ones")
             t = first
         return t
 

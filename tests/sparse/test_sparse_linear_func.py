@@ -116,20 +116,18 @@ def test_layers_of_other_patterns_are_refused(device):
     def call(state):
         return functional_call(layers[0], state, (x,))
 
-    expected = (
-        "SparseLinear: expected stacked layers of one pattern, with equal offsets and columns, got different ones"
-    )
-    with pytest.raises(ValueError, match=expected):
+    expected = "expected stacked layers of one pattern, with equal offsets and columns, got different ones"
+    with pytest.raises(ValueError, match=f"SparseLinear: {expected}"):
         vmap(call)(stack_module_state(layers))
     torch.testing.assert_close(layers[0](x), x @ layers[0].weight.to_dense().T + layers[0].bias)
 
 
 def test_bad_indices_of_a_stack_are_refused(device):
-    layers = ensemble(device)
+    layers, x = ensemble(device), inputs(device)
     for one in layers:
         one.columns[0] = IN
     with pytest.raises(ValueError, match="expected columns from 0 to 7 at nonzero 0, got 8"):
-        vmap(lambda state: functional_call(layers[0], state, (inputs(device),)))(stack_module_state(layers))
+        vmap(lambda state: functional_call(layers[0], state, (x,)))(stack_module_state(layers))
 
 
 def test_a_stack_is_compared_once_and_after_a_write(device, monkeypatch):

@@ -14,6 +14,7 @@ from .csr_pattern import CsrPattern, _unsafe_view, for_every_stream, is_capturin
 from .default_spmm import check_operands, default_op, default_product, multiply_batch
 from .described import described
 from .dtensor import product_of_dtensor
+from .foreign import SparseMatrix, is_foreign, native
 from .prepared import PreparedCalls, PreparedOp
 from .selector import Selector, linear_of
 from .spgemm import spgemm
@@ -144,7 +145,7 @@ class SparsePlan:
         """Computes A @ b, as spmm(self, b), or for a sparse b or a plan as spgemm(self, b)."""
         if (product := self._again(b)) is not None:
             return product
-        if isinstance(b, SparsePlan) or (isinstance(b, torch.Tensor) and b.layout != torch.strided):
+        if b.layout != torch.strided if isinstance(b, torch.Tensor) else isinstance(b, SparsePlan) or is_foreign(b):
             return spgemm(self, b)
         return self._multiply(b, selected=not is_compiling())
 
@@ -389,7 +390,7 @@ class TransposedPlan(SparsePlan):
         return TransposedPlan, (self._base,)
 
 
-Sparse = torch.Tensor | SparsePlan
+Sparse = torch.Tensor | SparsePlan | SparseMatrix
 
 
 def plan(
@@ -409,7 +410,8 @@ def plan(
     Args:
         a: [M, K] a sparse tensor in CSR, CSC, COO, BSR or BSC, or a batch of CSR or CSC matrices; float64, float32,
             float16, bfloat16, complex64 or complex128, indices int32 or int64. The plan shares its values and has its
-            own copy of the indices.
+            own copy of the indices. A matrix of scipy.sparse or cupyx.scipy.sparse is taken as the sparse tensor in its
+            memory if it is in CSR, CSC or BSR; other formats are converted to CSR.
             BSR and BSC blocks with sides of 16, 32, 64 or 128 are multiplied on tensor cores, on GPUs of compute
             capability 8.0 or later, in 16 bits or TF32. a may also be a plan: its settings are then changed as given,
             and it is returned.
@@ -426,7 +428,8 @@ def plan(
 
     Raises:
         ValueError: if an index does not fit the shape, or constant values require a gradient.
-        TypeError: if a is neither a sparse tensor nor a plan, or tune, products or constant has a wrong type.
+        TypeError: if a is neither a sparse matrix nor a plan, its dtype is none of torch's, or tune, products or
+            constant has a wrong type.
 
     Examples:
         >>> import torch, matmuls
@@ -464,9 +467,12 @@ def plan(
     return made
 
 
-def plan_of(name: str, a: torch.Tensor, tuned: bool = True, shared: bool = False, constant: bool = False) -> SparsePlan:
+def plan_of(
+    name: str, a: torch.Tensor | SparseMatrix, tuned: bool = True, shared: bool = False, constant: bool = False
+) -> SparsePlan:
     """The plan of a sparse tensor. shared: a's indices are the caller's, who sees writes to them; int32 ones are not
     copied."""
+    a = native(name, a)
     if constant and isinstance(a, torch.Tensor) and a.requires_grad:
         raise ValueError(f"{name}: expected values without a gradient for constant=True, got a matrix that requires it")
     with relaxed_capture(a):  # none of this is forbidden by another thread's capture

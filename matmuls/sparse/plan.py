@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable
-from copy import copy
+from copy import copy, deepcopy
 from numbers import Integral
 from typing import Any, overload
 
@@ -297,6 +297,11 @@ class SparsePlan:
         made._prepared = self._prepared.copy()
         return made
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "SparsePlan":
+        made = memo[id(self)] = object.__new__(type(self))
+        made.__dict__.update(deepcopy(self.__dict__, memo))
+        return made
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "_prepared" not in state:  # of an older pickle
             prepared = PreparedCalls.from_older_pickle(state)
@@ -385,9 +390,6 @@ class TransposedPlan(SparsePlan):
 
     def __copy__(self) -> SparsePlan:
         return copy(self._base).mT
-
-    def __reduce__(self) -> Any:
-        return TransposedPlan, (self._base,)
 
 
 Sparse = torch.Tensor | SparsePlan | SparseMatrix

@@ -387,11 +387,11 @@ class SparseLinear(nn.Module):
         if known is None or known[0] is not offsets or known[1] is not columns or known[2] != state:
             shared = not columns.is_inference()  # writes to inference tensors cannot be detected
             with untransformed() if transformed else nullcontext():
-                one = [stack.one("SparseLinear") for stack in stacks]
+                one_offsets, one_columns = (stack.one("SparseLinear") for stack in stacks)
                 # Values of a transform must not outlive it.
-                own = torch.zeros(one[1].shape, dtype=values.dtype, device=one[1].device) if transformed else values
-                made = plan_of("plan", self._as_csr(*one, own.detach()), shared=shared, constant=self._is_frozen)
-                made.update(own)
+                own = torch.zeros_like(one_columns, dtype=values.dtype) if transformed else values
+                csr = self._as_csr(one_offsets, one_columns, own.detach())
+                made = plan_of("plan", csr, shared=shared, constant=self._is_frozen).update(own)
             self._drop_plan()
             self._plan = known = offsets, columns, state, made  # one assignment: other threads see all or nothing
         made = known[3]

@@ -1,13 +1,13 @@
 """Sparse matrices of other libraries, scipy.sparse and CuPy, as sparse tensors that share their memory."""
 
 import warnings
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
+import torch.utils.dlpack
 
 from custom_mm.arguments import type_name
 
-T = TypeVar("T")
 LAYOUTS = {"csr": torch.sparse_csr, "csc": torch.sparse_csc, "bsr": torch.sparse_bsr}
 
 
@@ -29,7 +29,7 @@ def is_foreign(a: object) -> bool:
     return not isinstance(a, torch.Tensor) and isinstance(a, SparseMatrix) and isinstance(a.format, str)
 
 
-def native(name: str, a: T) -> T | torch.Tensor:
+def native(name: str, a: Any) -> Any:
     """a, or a sparse tensor in the memory of a matrix in CSR, CSC or BSR; other formats are converted to CSR."""
     return _tensor_of(name, a) if is_foreign(a) else a
 
@@ -61,7 +61,7 @@ def _shared(name: str, a: Any, what: str) -> torch.Tensor:
                 warnings.simplefilter("ignore", UserWarning)
                 return torch.from_numpy(array)
         if hasattr(array, "__dlpack__"):
-            return torch.from_dlpack(array)
+            return torch.utils.dlpack.from_dlpack(array)
         if hasattr(array, "__cuda_array_interface__"):
             return torch.as_tensor(array, device="cuda")
     except (BufferError, RuntimeError, TypeError, ValueError) as error:

@@ -30,9 +30,9 @@ def _parts(name: str, a: Sparse) -> tuple[CsrPattern, torch.Tensor, torch.Size]:
         if not is_compiling():
             a._expect_same_indices(name)
         return a._pattern, a.values, a.shape
-    a = native(name, a)
-    pattern, values = pattern_of(name, a)
-    return pattern, values, a.shape
+    tensor = native(name, a)
+    pattern, values = pattern_of(name, tensor)
+    return pattern, values, tensor.shape
 
 
 def spmm(

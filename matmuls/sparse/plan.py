@@ -147,7 +147,7 @@ class SparsePlan:
             return product
         if b.layout != torch.strided if isinstance(b, torch.Tensor) else isinstance(b, SparsePlan) or is_foreign(b):
             return spgemm(self, b)
-        return self._multiply(b, selected=not is_compiling())
+        return self._multiply(b, selected=not is_compiling())  # type: ignore[arg-type]
 
     def __rmatmul__(self, x: torch.Tensor) -> torch.Tensor:
         """x @ A, [..., K]; x: [M], or [..., M], or with the leading dimensions of a batch [..., n, M]."""
@@ -469,9 +469,7 @@ def plan(
     return made
 
 
-def plan_of(
-    name: str, a: torch.Tensor | SparseMatrix, tuned: bool = True, shared: bool = False, constant: bool = False
-) -> SparsePlan:
+def plan_of(name: str, a: Any, tuned: bool = True, shared: bool = False, constant: bool = False) -> SparsePlan:
     """The plan of a sparse tensor. shared: a's indices are the caller's, who sees writes to them; int32 ones are not
     copied."""
     a = native(name, a)

@@ -47,7 +47,7 @@ class Checkpoints:
         if y.requires_grad and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
             made = _Pass()
             self._passes.add(made)
-            y.register_hook(made.end)
+            y.register_hook(made.end)  # type: ignore[no-untyped-call]
 
     def are_open(self) -> bool:
         if not is_backward():  # in which a gradient comes before what it is computed of runs again
@@ -149,7 +149,7 @@ def kept_with(kept: WeakIdKeyDictionary, edges: Tensor) -> Any:
     is kept with those that they were detached from."""
     found = kept.get(edges)  # type: ignore[no-untyped-call]
     if found is None and is_backward():
-        state, others = state_of_edges(edges), list(kept.items())
+        state, others = state_of_edges(edges), list(kept.items())  # type: ignore[no-untyped-call]
         found = next((x for t, x in others if t.layout == torch.strided and state_of_edges(t) == state), None)
     return found
 

@@ -29,9 +29,9 @@ _searched: list[int] = []  # what `_references` was when nothing was replaced
 def _in_place_of(original: Callable[..., Any], route: Callable[..., Any]) -> Callable[..., Any]:
     """A function that calls route(original, ...), made once. It has the original's globals and source, which
     torch.jit.script compiles."""
-    known: Callable[..., Any] | None = vars(original).get("_matmuls_replacement")
-    if known is not None and known._matmuls_original is original:  # type: ignore[attr-defined]  # not of a wrapped one
-        return known
+    known: Any = vars(original).get("_matmuls_replacement")
+    if known is not None and known._matmuls_original is original:  # else a function copied the attributes
+        return known  # type: ignore[no-any-return]
     _matmuls_original, _matmuls_route = original, route
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
@@ -43,10 +43,10 @@ def _in_place_of(original: Callable[..., Any], route: Callable[..., Any]) -> Cal
         original.__name__,
         closure=replacement.__closure__,
     )
-    made = wraps(original)(made)
-    made._matmuls_original = original  # type: ignore[attr-defined]
-    original._matmuls_replacement = made  # type: ignore[attr-defined]
-    return made
+    wrapped: Any = wraps(original)(made)
+    wrapped._matmuls_original = original
+    original._matmuls_replacement = wrapped  # type: ignore[attr-defined]
+    return wrapped  # type: ignore[no-any-return]
 
 
 def _replace(owner: Any, name: str, route: Callable[..., Any]) -> None:

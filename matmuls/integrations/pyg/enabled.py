@@ -17,7 +17,7 @@ from . import remembered, routed
 _lock = RLock()
 _replaced: list[tuple[Any, str, Any]] = []  # owner, name, what it was
 # Functions that modules import by name, and what replaces them.
-_FUNCTIONS = {
+_FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch_geometric.utils.spmm: routed.spmm,
     gcn_conv.gcn_norm: remembered.gcn_norm,
     rgcn_conv.masked_edge_index: remembered.masked_edge_index,

@@ -3,6 +3,8 @@
 Importing it loads `custom_mm._C`, which registers every operator under `torch.ops.custom_mm`.
 """
 
+from typing import TYPE_CHECKING
+
 from .compiled import _C  # registers the operators that the other modules call
 from .cublas import bias_act_, cublas_bmm, cublas_mmul, cublaslt_matmul
 from .cusparse import cusparse_mmul, cusparse_prepare, cusparse_sddmm, cusparse_spmm
@@ -44,5 +46,14 @@ __all__ = [
     "without_kernels",
     "workspace_size",
 ]
+
+_IN_MATMULS = "cublasMM", "cublasTransaMM", "cublasTransabMM", "cublasTransbMM", "cusparseMM"
+
+if not TYPE_CHECKING:  # to type checkers every name would be there
+
+    def __getattr__(name: str) -> object:
+        where = f"; its place is matmuls.{name}" if name in _IN_MATMULS else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{where}")
+
 
 _C.BoundCalls = _C.PreparedCalls  # its name in older pickles of plans

@@ -13,7 +13,7 @@ import custom_mm
 from custom_mm.arguments import clearer
 from custom_mm.literals import Activation
 
-from .registration import signature_of_apply
+from .registration import Applied, signature_of_apply
 
 _call: Callable[..., torch.Tensor] = custom_mm._C.matmul  # the operator below without what torch.ops adds
 _matmul: Callable[..., torch.Tensor] = torch.ops.custom_mm.matmul.default
@@ -169,7 +169,7 @@ def _apply(transa: bool, transb: bool) -> "staticmethod[[torch.Tensor, torch.Ten
     return staticmethod(apply)
 
 
-class _Product(InplaceFunction):
+class _Product(Applied, InplaceFunction):
     """A product as an autograd Function: two tensors to one."""
 
     __signature__ = signature_of_apply("a", "b")

@@ -10,7 +10,7 @@ from torch.compiler import is_dynamo_compiling
 from custom_mm import _C
 from custom_mm.arguments import clearer, type_name
 
-from .registration import fail, number, signature_of_apply
+from .registration import Applied, fail, number, signature_of_apply
 
 _NAME = "scaled_masked_softmax"
 _ops = torch.ops.custom_mm
@@ -157,7 +157,7 @@ def scaled_masked_softmax_backward(
     return y
 
 
-class FusedSoftmax(Function):
+class FusedSoftmax(Applied, Function):
     """`FusedSoftmax.apply(src, mask, factor)` computes `scaled_masked_softmax_forward` as an autograd Function.
 
     Args:

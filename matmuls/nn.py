@@ -1,10 +1,12 @@
 """nn.Modules around the operations: parameters and one call."""
 
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import peek_interpreter_stack
 from torch.compiler import is_compiling
 
 from custom_mm.arguments import clearer
@@ -13,6 +15,8 @@ from custom_mm.indices import version_of
 from . import inplace
 from .masked import MaskPlan, masked_ffn, masked_linear
 from .sparse import SparsePlan, plan_of
+from .sparse.csr_pattern import untransformed
+from .sparse.stacked import Stacked, unwrapped
 
 __all__ = ["InplaceLinear", "MaskedFFN", "MaskedLinear", "SparseLinear"]
 
@@ -224,7 +228,8 @@ class SparseLinear(nn.Module):
     The parameters are `values` [nonzeros] and `bias`. The buffers are the weight's CSR pattern: `offsets`
     [out_features + 1] and `columns` [nonzeros]. All of them are in the state dict. A loaded state may have another
     number of nonzeros than the module. A new module has no nonzeros; use `from_linear` to make one from a trained
-    layer. torch's parametrizations do not accept a parameter named `values`.
+    layer. torch's parametrizations do not accept a parameter named `values`. Layers that
+    `torch.func.stack_module_state` stacks for vmap must have equal patterns.
 
     Every product uses the sparse plan of the weight and reads the current values. `freeze()` promises that the values
     will not change. Products may then keep a copy of the weight in a layout for tensor cores, and in 16 bits, on Hopper
@@ -326,16 +331,15 @@ class SparseLinear(nn.Module):
         Raises ValueError if a loaded state is inconsistent.
         """
         self.plan()
-        return self._as_csr()
+        return self._as_csr(self.offsets, self.columns, self.values.detach())
 
-    def _as_csr(self) -> Tensor:
+    def _as_csr(self, offsets: Tensor, columns: Tensor, values: Tensor) -> Tensor:
         """The weight as a CSR tensor, without checking its indices."""
         shape = self.out_features, self.in_features
         with warnings.catch_warnings():  # torch warns once per process that the layout is in beta
             warnings.simplefilter("ignore", UserWarning)
-            values = self.values.detach()
             return torch.sparse_csr_tensor(
-                self.offsets, self.columns, values, shape, device=values.device, check_invariants=False
+                offsets, columns, values, shape, device=values.device, check_invariants=False
             )
 
     def _drop_plan(self) -> None:
@@ -376,17 +380,23 @@ class SparseLinear(nn.Module):
             # About to be trained, perhaps by an optimizer that does not increment versions.
             self._is_frozen = False
             self._drop_plan()
-        offsets, columns = self._buffers["offsets"], self._buffers["columns"]
-        assert offsets is not None
-        assert columns is not None
-        known = self._plan
-        state = offsets.data_ptr(), version_of(offsets), columns.data_ptr(), version_of(columns)
+        known, transformed = self._plan, not is_compiling() and peek_interpreter_stack() is not None
+        stacks = [unwrapped(t) if transformed else Stacked(t, ()) for t in (self.offsets, self.columns)]
+        offsets, columns = (stack.base for stack in stacks)
+        state = [(t.data_ptr(), version_of(t), dims) for t, dims in stacks]
         if known is None or known[0] is not offsets or known[1] is not columns or known[2] != state:
             shared = not columns.is_inference()  # writes to inference tensors cannot be detected
-            made = plan_of("plan", self._as_csr(), shared=shared, constant=self._is_frozen).update(values)
+            with untransformed() if transformed else nullcontext():
+                one_offsets, one_columns = (stack.one("SparseLinear") for stack in stacks)
+                # Values of a transform must not outlive it.
+                own = torch.zeros_like(one_columns, dtype=values.dtype) if transformed else values
+                csr = self._as_csr(one_offsets, one_columns, own.detach())
+                made = plan_of("plan", csr, shared=shared, constant=self._is_frozen).update(own)
             self._drop_plan()
             self._plan = known = offsets, columns, state, made  # one assignment: other threads see all or nothing
         made = known[3]
+        if transformed:
+            return made.with_values(values)
         return made if made._prepared.values is values else made.update(values)
 
     def forward(self, x: Tensor) -> Tensor:

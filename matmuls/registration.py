@@ -6,7 +6,7 @@ calls that were made before do not come here.
 
 import inspect
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -102,6 +102,20 @@ def signature_of_apply(*names: str) -> inspect.Signature:
     any arguments."""
     kind = inspect.Parameter.POSITIONAL_ONLY
     return inspect.Signature([inspect.Parameter(name, kind) for name in names], return_annotation=Tensor)
+
+
+class Applied:
+    """A class whose `apply` is called; to call the class itself raises TypeError."""
+
+    __signature__: inspect.Signature
+    _module: str | None = None  # an nn.Module of the same name
+
+    if not TYPE_CHECKING:  # to type checkers the classes would be functions
+
+        def __new__(cls, *args: object, **kwargs: object) -> NoReturn:
+            expected = f"{cls.__name__}.apply({', '.join(cls.__signature__.parameters)})"
+            module = "" if cls._module is None else f"; the nn.Module of this name is {cls._module}"
+            raise TypeError(f"{cls.__name__}: expected {expected}, got a call of the class{module}")
 
 
 def has_tangent(t: Tensor) -> bool:

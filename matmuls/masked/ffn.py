@@ -10,7 +10,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from custom_mm.arguments import clearer
 
-from ..registration import fail, once, register, register_autocast, register_gradient
+from ..registration import Applied, fail, once, register, register_autocast, register_gradient, signature_of_apply
 from . import checks, linear, plain  # noqa: F401  linear registers the operator that gradients are made of
 from .checks import check_like, check_x, flat, rows_of
 from .plan import MaskPlan, planned
@@ -271,7 +271,7 @@ def masked_ffn(
         raise clearer(error, "masked_ffn", x=x, w1=w1, w2=w2, w3=w3, u1=u1, u2=u2, u3=u3) from None
 
 
-class MaskedFFN:
+class MaskedFFN(Applied):
     """`MaskedFFN.apply(x, w1, w2, w3, u1, u2, u3, mask)` computes `masked_ffn` with transposed weights.
 
     It is not the module `matmuls.nn.MaskedFFN`, whose weights have the layout of nn.Linear.
@@ -296,6 +296,9 @@ class MaskedFFN:
         tensor([[ 0.7311],
                 [-0.7311]])
     """
+
+    __signature__ = signature_of_apply("x", "w1", "w2", "w3", "u1", "u2", "u3", "mask")
+    _module = "matmuls.nn.MaskedFFN"
 
     @staticmethod
     def apply(

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import register_flop_formula
 from custom_mm import _C
 from custom_mm.arguments import clearer
 
-from ..registration import fail, once, register, register_autocast, register_gradient
+from ..registration import Applied, fail, once, register, register_autocast, register_gradient, signature_of_apply
 from . import checks, plain
 from .checks import check_known, check_like, check_x, flat, one_expert, rows_of
 from .plan import MaskPlan, planned
@@ -426,7 +426,7 @@ def masked_linear(
         raise clearer(error, "masked_linear", ("b1", "b2"), x=x, w1=w1, w2=w2, b1=b1, b2=b2) from None
 
 
-class MaskedLinear:
+class MaskedLinear(Applied):
     """`MaskedLinear.apply(x, w1, w2, mask)` computes `masked_linear` with transposed weights, [K, N].
 
     It is not the module `matmuls.nn.MaskedLinear`, whose weights are [N, K].
@@ -451,6 +451,9 @@ class MaskedLinear:
         tensor([[ 3.],
                 [-7.]])
     """
+
+    __signature__ = signature_of_apply("x", "w1", "w2", "mask")
+    _module = "matmuls.nn.MaskedLinear"
 
     @staticmethod
     def apply(x: Tensor, w1: Tensor, w2: Tensor, mask: Tensor | MaskPlan) -> Tensor:

@@ -12,9 +12,10 @@ from torch.utils.flop_counter import register_flop_formula
 from custom_mm.literals import Reduce
 
 from ..dense import matmul
-from ..registration import expect_dense, number, signature_of_apply
+from ..registration import Applied, expect_dense, number, signature_of_apply
 from .csr_pattern import CsrPattern, from_entries, pattern_of
 from .default_spmm import check_operands, default_op, default_product, default_product_into, folded, multiply_batch
+from .foreign import native
 from .plan import Sparse, SparsePlan, plan_of
 from .prepared import record, repeat
 
@@ -29,8 +30,9 @@ def _parts(name: str, a: Sparse) -> tuple[CsrPattern, torch.Tensor, torch.Size]:
         if not is_compiling():
             a._expect_same_indices(name)
         return a._pattern, a.values, a.shape
-    pattern, values = pattern_of(name, a)
-    return pattern, values, a.shape
+    tensor = native(name, a)
+    pattern, values = pattern_of(name, tensor)
+    return pattern, values, tensor.shape
 
 
 def spmm(
@@ -53,8 +55,8 @@ def spmm(
     Args:
         a: [M, K] a plan, or a sparse tensor in CSR, CSC, COO, BSR or BSC, or a batch [..., M, K] of CSR or CSC
             matrices; float64, float32, float16, bfloat16, complex64 or complex128, indices int32 or int64. Columns may
-            be unsorted, and duplicates are added. The indices of a sparse tensor are checked on a GPU once, and again
-            after a write to it; on a CPU at every product.
+            be unsorted, and duplicates are added. A matrix of scipy.sparse or CuPy is taken as by `plan`. The indices
+            of a sparse tensor are checked on a GPU once, and again after a write to it; on a CPU at every product.
         b: [K, N] or [K], dense, or [..., K, N] for a batch; dtype and device of a. It is read in place if
             b.stride(-1) is 1, otherwise copied.
         reduce: "sum", "mean" over the nonzeros of a row, "max" or "min"; in complex dtypes "sum" or "mean". A row
@@ -125,7 +127,7 @@ def sddmm(a: torch.Tensor, b: torch.Tensor, pattern: Sparse, *, alpha: float = 1
             b broadcast. Complex numbers are multiplied as they are, without conjugation.
         b: [..., D, K] dense, dtype and device of a. For q @ k^T pass k.mT: that makes no copy, and its layout is the
             one that the kernel reads.
-        pattern: [M, K] a plan or a sparse tensor, whose values are ignored.
+        pattern: [M, K] a plan or a sparse matrix as `plan` takes it, whose values are ignored.
         alpha: multiplies the product.
 
     Returns:
@@ -163,7 +165,7 @@ def sparse_softmax(values: torch.Tensor, pattern: Sparse, *, scale: float = 1.0)
     Args:
         values: [..., nonzeros] dense, in the order of the pattern's values, such as the result of `sddmm`; float64,
             float32, float16 or bfloat16.
-        pattern: a plan or a sparse tensor, whose values are ignored.
+        pattern: a plan or a sparse matrix as `plan` takes it, whose values are ignored.
         scale: multiplies the values.
 
     Returns:
@@ -204,7 +206,8 @@ def sparse_attention(
         q: [..., M, D] dense; float64, float32, float16 or bfloat16.
         k: [..., K, D], dtype and device of q.
         v: [..., K, E], dtype and device of q.
-        pattern: [M, K] a plan or a sparse tensor, whose values are ignored. It applies to all heads and batches.
+        pattern: [M, K] a plan or a sparse matrix as `plan` takes it, whose values are ignored. It applies to all heads
+            and batches.
         scale: multiplies the scores; 1 / sqrt(D) if None.
 
     Returns:
@@ -260,7 +263,7 @@ def _sparsified(name: str, a: torch.Tensor) -> tuple[CsrPattern, torch.Tensor]:
     return from_entries(name, row, col, (rows, columns), batch), a[tuple(index.unbind(1))]
 
 
-class cusparseMM(InplaceFunction):
+class cusparseMM(Applied, InplaceFunction):
     """`cusparseMM.apply(a, b)` computes a @ b for a sparse a, or for a dense a that is mostly 0.
 
     It runs the kernels of `spmm`, not cuSPARSE's. For a dense a, it first extracts the nonzeros, which waits for the

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable
-from copy import copy
+from copy import copy, deepcopy
 from numbers import Integral
 from typing import Any, overload
 
@@ -12,7 +12,9 @@ from torch.compiler import is_compiling
 from ..registration import expect_dense
 from .csr_pattern import CsrPattern, _unsafe_view, for_every_stream, is_capturing, pattern_of, relaxed_capture
 from .default_spmm import check_operands, default_op, default_product, multiply_batch
+from .described import described
 from .dtensor import product_of_dtensor
+from .foreign import SparseMatrix, is_foreign, native
 from .prepared import PreparedCalls, PreparedOp
 from .selector import Selector, linear_of
 from .spgemm import spgemm
@@ -86,8 +88,8 @@ class SparsePlan:
     def _checked(self, values: torch.Tensor) -> torch.Tensor:
         """values as [nonzeros]; ValueError if their shape or device is another."""
         expect_dense("SparsePlan", values=values)
-        if values.dim() > 1 and values.shape == self._prepared.values_shape and values.is_contiguous():
-            values = values.view(-1)
+        if values.dim() > 1 and values.shape == self._prepared.values_shape:
+            values = values.reshape(-1)
         if values.shape != (self.nnz,) or values.device != self.device:
             got = f"{list(values.shape)} on {values.device}"
             raise ValueError(f"SparsePlan: expected values of shape [{self.nnz}] on {self.device}, got {got}")
@@ -102,7 +104,7 @@ class SparsePlan:
         GPU. A copy that a captured graph reads is overwritten in place: the graph's next replay reads the new values.
 
         Args:
-            values: [nonzeros] in the order of A.values(), or the shape of A.values(); any dtype of a plan.
+            values: [nonzeros] in the order of A.values(), or the shape of A.values(); any strides, any dtype of a plan.
 
         Returns:
             This plan.
@@ -111,19 +113,20 @@ class SparsePlan:
             ValueError: if shape or device do not match, or values of a constant plan require a gradient.
             TypeError: if values is not a dense tensor.
         """
-        values = self._checked(values)
-        if self._selector is not None and self._selector.constant and values.requires_grad:
+        checked, constant = self._checked(values), self._selector is not None and self._selector.constant
+        if constant and values.requires_grad:
             raise ValueError("SparsePlan: expected values without a gradient in a constant plan, got some with one")
-        self._prepared = PreparedCalls(values, values_shape=self._prepared.values_shape)
+        self._prepared = self._prepared.of_other_values(checked, values, constant)
         for selector in self._selectors:
-            selector.refresh(values)
+            selector.refresh(checked)
         return self
 
     def with_values(self, values: torch.Tensor) -> "SparsePlan":
         """Makes an ordinary (not constant) plan with other values for the same nonzeros. It shares the indices.
 
         Args:
-            values: [nonzeros] in the order of A.values(), or the shape of A.values(); gradients flow to it.
+            values: [nonzeros] in the order of A.values(), or the shape of A.values(); any strides. Gradients flow to
+                it.
 
         Returns:
             A plan of the same shape.
@@ -133,15 +136,18 @@ class SparsePlan:
             TypeError: if values is not a dense tensor.
         """
         selector = None if self._selector is None else self._selector.of_other_values()
-        return SparsePlan(self._pattern, self._checked(values), self.shape, selector)
+        checked = self._checked(values)
+        made = SparsePlan(self._pattern, checked, self.shape, selector)
+        made._prepared = self._prepared.of_other_values(checked, values)
+        return made
 
     def __matmul__(self, b: "Sparse") -> torch.Tensor:
         """Computes A @ b, as spmm(self, b), or for a sparse b or a plan as spgemm(self, b)."""
         if (product := self._again(b)) is not None:
             return product
-        if isinstance(b, SparsePlan) or (isinstance(b, torch.Tensor) and b.layout != torch.strided):
+        if b.layout != torch.strided if isinstance(b, torch.Tensor) else isinstance(b, SparsePlan) or is_foreign(b):
             return spgemm(self, b)
-        return self._multiply(b, selected=not is_compiling())
+        return self._multiply(b, selected=not is_compiling())  # type: ignore[arg-type]
 
     def __rmatmul__(self, x: torch.Tensor) -> torch.Tensor:
         """x @ A, [..., K]; x: [M], or [..., M], or with the leading dimensions of a batch [..., n, M]."""
@@ -280,8 +286,8 @@ class SparsePlan:
         if changed is None or is_capturing(self.device):
             return
         a, state = changed
-        pattern, values = pattern_of(name, a)
-        if not pattern.in_int32(a).is_like(self._pattern):
+        pattern, values = (None, a.reshape(-1)) if a.layout == torch.strided else pattern_of(name, a)
+        if pattern is not None and not pattern.in_int32(a).is_like(self._pattern):
             raise ValueError(f"{name}: expected the indices that the plan was made of, got others; make it anew")
         self._prepared.read_again(values.detach() if values.requires_grad else values, state)
 
@@ -289,6 +295,11 @@ class SparsePlan:
         made = object.__new__(SparsePlan)
         made.__dict__.update(self.__dict__)
         made._prepared = self._prepared.copy()
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "SparsePlan":
+        made = memo[id(self)] = object.__new__(type(self))
+        made.__dict__.update(deepcopy(self.__dict__, memo))
         return made
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -323,22 +334,7 @@ class SparsePlan:
     def explain(self) -> str:
         """Describes the plan in a few lines: the matrix, the selected kernels, and the measured times of all kernels
         that were considered."""
-        s = self._pattern
-        mean = s.nonzeros / max(s.rows, 1)
-        density = s.nonzeros / max(s.rows * s.columns, 1)
-        transposed = "kept" if s._transposed is not None else "made when B first requires a gradient"
-        batch = f", {s.batch} blocks on the diagonal" if s.batch is not None else ""
-        order = "in the order of rows" if s.order is None else "by an order of their own"
-        if s.blocks is not None:
-            order += f", in {s.blocks.pattern.nonzeros} blocks of {s.blocks.height} x {s.blocks.width}"
-        lines = [
-            f"{' x '.join(map(str, self.shape))}: {s.nonzeros} nonzeros ({density:.2%}), {self.dtype}, {self.device}",
-            f"nonzeros a row: mean {mean:.1f}, most {s.longest}{batch}",
-            f"indices: {s.crow.dtype}, values {order}",
-            f"transposed matrix: {transposed}",
-            f"{self.nbytes} bytes",
-        ]
-        return "\n".join(lines + ([] if self._selector is None else self._selector.explain()))
+        return "\n".join(described(self))
 
     def __repr__(self) -> str:
         facts = [f"shape={list(self.shape)}", f"nnz={self.nnz}", f"dtype={self.dtype}", f"device={self.device}"]
@@ -395,11 +391,8 @@ class TransposedPlan(SparsePlan):
     def __copy__(self) -> SparsePlan:
         return copy(self._base).mT
 
-    def __reduce__(self) -> Any:
-        return TransposedPlan, (self._base,)
 
-
-Sparse = torch.Tensor | SparsePlan
+Sparse = torch.Tensor | SparsePlan | SparseMatrix
 
 
 def plan(
@@ -419,7 +412,8 @@ def plan(
     Args:
         a: [M, K] a sparse tensor in CSR, CSC, COO, BSR or BSC, or a batch of CSR or CSC matrices; float64, float32,
             float16, bfloat16, complex64 or complex128, indices int32 or int64. The plan shares its values and has its
-            own copy of the indices.
+            own copy of the indices. A matrix of scipy.sparse or cupyx.scipy.sparse is taken as the sparse tensor in its
+            memory if it is in CSR, CSC or BSR; other formats are converted to CSR.
             BSR and BSC blocks with sides of 16, 32, 64 or 128 are multiplied on tensor cores, on GPUs of compute
             capability 8.0 or later, in 16 bits or TF32. a may also be a plan: its settings are then changed as given,
             and it is returned.
@@ -436,7 +430,8 @@ def plan(
 
     Raises:
         ValueError: if an index does not fit the shape, or constant values require a gradient.
-        TypeError: if a is neither a sparse tensor nor a plan, or tune, products or constant has a wrong type.
+        TypeError: if a is neither a sparse matrix nor a plan, its dtype is none of torch's, or tune, products or
+            constant has a wrong type.
 
     Examples:
         >>> import torch, matmuls
@@ -474,9 +469,10 @@ def plan(
     return made
 
 
-def plan_of(name: str, a: torch.Tensor, tuned: bool = True, shared: bool = False, constant: bool = False) -> SparsePlan:
+def plan_of(name: str, a: Any, tuned: bool = True, shared: bool = False, constant: bool = False) -> SparsePlan:
     """The plan of a sparse tensor. shared: a's indices are the caller's, who sees writes to them; int32 ones are not
     copied."""
+    a = native(name, a)
     if constant and isinstance(a, torch.Tensor) and a.requires_grad:
         raise ValueError(f"{name}: expected values without a gradient for constant=True, got a matrix that requires it")
     with relaxed_capture(a):  # none of this is forbidden by another thread's capture

@@ -54,7 +54,8 @@ class PreparedCalls:
     values [nonzeros]: as last read.
     source: the sparse tensor whose values every product reads again, for gradients or because `values` is a copy. None
         if `values` themselves are read.
-    origin: the sparse tensor that the plan was made of, held weakly; None after `update`.
+    origin: the sparse tensor that the plan was made of, held weakly; None after `update`. source and origin are dense
+        if `update` got values whose strides leave no view of shape [nonzeros].
     apart: a write to `origin` may leave the version of `values` as it is.
     values_shape: the shape of A.values() in blocks or in a batch, which `update` takes too.
     products, linear: the calls, for A @ b with `source` or `values`, and for x A^T + bias with `values` and bias.
@@ -94,9 +95,19 @@ class PreparedCalls:
         made.forget()
         return made
 
+    def of_other_values(self, values: torch.Tensor, given: torch.Tensor, constant: bool = False) -> "PreparedCalls":
+        """Those of `given`, which is `values` [nonzeros] or has the shape of A.values()."""
+        if given.dim() == 1 or given.is_contiguous():
+            return PreparedCalls(values, values_shape=self.values_shape)
+        source = None if constant else given
+        values = values.detach()
+        return PreparedCalls(values, source=source, origin=given, apart=True, values_shape=self.values_shape)
+
     def current_values(self) -> torch.Tensor:
         """The values for the next product. Those of `source` are taken each time: a graph runs backward only once."""
-        return self.values if self.source is None else values_of(self.source)
+        if self.source is None:
+            return self.values
+        return self.source.reshape(-1) if self.source.layout == torch.strided else values_of(self.source)
 
     def repeat(self, b: object) -> torch.Tensor | None:
         """A @ b by a call prepared before; None if there is none that still holds."""
@@ -113,7 +124,8 @@ class PreparedCalls:
 
     def record(self, op: PreparedOp, values: torch.Tensor, pattern: CsrPattern) -> None:
         """Prepare `op`, made of `values`, for the next B of the same shape."""
-        if not op.reusable or (self.source is not None and not op.reads_values):
+        source = self.source
+        if not op.reusable or (source is not None and (not op.reads_values or source.layout == torch.strided)):
             return
         calls = self.products = self.products or _C.PreparedCalls()
         if self.source is None:

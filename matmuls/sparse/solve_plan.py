@@ -128,9 +128,8 @@ class SolvePlan:
         moved = self.a.to(*args, **kwargs)
         return self if moved is self.a else SolvePlan(moved, *self._ways)
 
-    def __getstate__(self) -> dict[str, Any]:
-        names = "a", "upper", "transpose", "unit_diagonal"
-        return {name: self.__dict__[name] for name in names}
+    def __reduce__(self) -> tuple[Any, ...]:
+        return solve_plan, (self.a, self.upper, self.transpose, self.unit_diagonal)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -193,3 +192,8 @@ def plan_solve(a: Sparse, *, upper: bool, transpose: bool = False, unit_diagonal
         made = a if isinstance(a, SparsePlan) else plan_of("plan_solve", a, tuned=False)
         square("plan_solve", made)
         return SolvePlan(made, bool(upper), bool(transpose), bool(unit_diagonal))
+
+
+def solve_plan(a: SparsePlan, upper: bool, transpose: bool, unit_diagonal: bool) -> SolvePlan:
+    """The plan of a pickle."""
+    return plan_solve(a, upper=upper, transpose=transpose, unit_diagonal=unit_diagonal)

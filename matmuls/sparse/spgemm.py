@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .csr_pattern import CsrPattern, pattern_of
+from .foreign import native
 
 _ops = torch.ops.custom_mm
 _size: Callable[..., tuple[torch.Tensor, torch.Tensor]] = _ops.csr_spgemm_size.default
@@ -21,7 +22,8 @@ class Operand(NamedTuple):
 
 
 def operand(name: str, which: str, a: Any) -> Operand:
-    """The operand of a sparse tensor or a SparsePlan; TypeError for anything else."""
+    """The operand of a sparse tensor, a matrix of another library or a SparsePlan; TypeError for anything else."""
+    a = native(name, a)
     if isinstance(a, torch.Tensor):
         if a.layout == torch.strided:
             raise TypeError(f"{name}: expected {which} to be a sparse tensor or a plan, got a dense tensor")
@@ -116,7 +118,8 @@ def spgemm(a: Any, b: Any, *, max_nnz: int | None = None) -> torch.Tensor:
 
     Args:
         a: [M, K] a sparse tensor in CSR, CSC, COO, BSR or BSC, or a plan; float64, float32, float16 or bfloat16,
-            indices int32 or int64. Columns may be unsorted, and duplicates are added.
+            indices int32 or int64. Columns may be unsorted, and duplicates are added. A matrix of scipy.sparse or CuPy
+            is taken as by `plan`.
         b: [K, N] as a, in its dtype and on its device.
         max_nnz: the most nonzeros that C may have; None for no limit.
 

@@ -1,9 +1,12 @@
 """The classes whose `apply` is a product, and the short way from Python to the operator."""
 
+import inspect
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+import custom_mm
 import matmuls
 from common.row_cases import draw
 
@@ -40,6 +43,44 @@ def test_the_classes_are_autograd_functions(function):
     assert calls == ["forward", "backward"]
     for others in results[1:]:
         assert all(map(torch.equal, others, results[0]))
+
+
+CALLS = {
+    **dict.fromkeys(("cublasMM", "cublasTransaMM", "cublasTransbMM", "cublasTransabMM", "cusparseMM"), "a, b"),
+    "FusedSoftmax": "src, mask, factor",
+    "MaskedLinear": "x, w1, w2, mask",
+    "MaskedFFN": "x, w1, w2, w3, u1, u2, u3, mask",
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_of_a_class_names_its_apply(name):
+    function = getattr(matmuls, name)
+    expected = f"{name}: expected {name}.apply({CALLS[name]}), got a call of the class"
+    if name.startswith("Masked"):
+        expected += f"; the nn.Module of this name is matmuls.nn.{name}"
+        assert hasattr(matmuls.nn, name)
+    for args in ((), (torch.eye(2), torch.eye(2)), (5, 7)):
+        with pytest.raises(TypeError) as caught:
+            function(*args)
+        assert str(caught.value) == expected
+    assert str(inspect.signature(function)) == f"({CALLS[name]}, /) -> torch.Tensor"
+
+
+def test_every_class_with_apply_is_listed():
+    assert {name for name in matmuls.__all__ if hasattr(getattr(matmuls, name), "apply")} == set(CALLS)
+
+
+def test_the_classes_are_not_in_custom_mm():
+    for name in custom_mm._IN_MATMULS:
+        assert hasattr(matmuls, name)
+        with pytest.raises(
+            AttributeError, match=f"module 'custom_mm' has no attribute '{name}'; its place is matmuls.{name}"
+        ):
+            getattr(custom_mm, name)
+    assert set(custom_mm._IN_MATMULS) == {name for name in CALLS if name.endswith("MM")}
+    with pytest.raises(AttributeError, match=r"^module 'custom_mm' has no attribute 'absent'$"):
+        _ = custom_mm.absent
 
 
 def test_a_call_may_be_traced_overridden_and_counted():

@@ -89,7 +89,7 @@ def test_the_plan_goes_with_the_adjacency(layout, device):
     with enabled():
         for _ in range(adjacency.SETTLED + 1):
             torch_geometric.utils.spmm(a, x)
-    made = weakref.ref(adjacency._sparse[a][2])
+    made = weakref.ref(adjacency._sparse[a]._plan)
     del a
     gc.collect()
     assert made() is None

@@ -54,8 +54,12 @@ MAY_IMPORT = {
     "blocks": {"custom_mm", "registration", "triton"},
     "batching": {"blocks", "custom_mm", "masked", "registration"},
     "fused_softmax": {"custom_mm", "registration"},
-    "sparse": {f"sparse.{m}" for m in ("ops", "plan", "solve_plan", "spgemm", "spgemm_plan", "triangular")},
+    "sparse": {f"sparse.{m}" for m in ("ops", "pickled", "plan", "solve_plan", "spgemm", "spgemm_plan", "triangular")},
     "sparse.names": set(),
+    "sparse.described": set(),
+    "sparse.foreign": {"custom_mm"},
+    "sparse.stacked": set(),
+    "sparse.pickled": {f"sparse.{m}" for m in ("csr_pattern", "plan", "prepared", "selector")},
     "sparse.chunks": set(),
     "sparse.reordered": {"sparse.chunks"},
     "sparse.csr_pattern": {"blocks", "custom_mm", "sparse.chunks", "sparse.reordered"},
@@ -75,9 +79,10 @@ MAY_IMPORT = {
     | {f"sparse.{m}" for m in ("csr_pattern", "default_spmm", "layouts", "names", "prepared", "race", "select")}
     | {"sparse.smem_tiles"},
     "sparse.dtensor": {"sparse.plan"},  # to type checkers
-    "sparse.spgemm": {"sparse.csr_pattern"},
+    "sparse.spgemm": {"sparse.csr_pattern", "sparse.foreign"},
     "sparse.plan": {"registration"}
-    | {f"sparse.{m}" for m in ("csr_pattern", "default_spmm", "dtensor", "prepared", "selector", "spgemm")},
+    | {f"sparse.{m}" for m in ("csr_pattern", "default_spmm", "described", "dtensor", "foreign", "prepared")}
+    | {f"sparse.{m}" for m in ("selector", "spgemm")},
     "sparse.triangular": {"registration", "sparse.csr_pattern", "sparse.spgemm"},
     "sparse.solve_plan": {
         "custom_mm",
@@ -85,7 +90,7 @@ MAY_IMPORT = {
     },
     "sparse.spgemm_plan": {f"sparse.{m}" for m in ("csr_pattern", "plan", "spgemm")},
     "sparse.ops": {"custom_mm", "dense", "registration"}
-    | {f"sparse.{m}" for m in ("csr_pattern", "default_spmm", "plan", "prepared")},
+    | {f"sparse.{m}" for m in ("csr_pattern", "default_spmm", "foreign", "plan", "prepared")},
     "distributed": {f"distributed.{m}" for m in ("plans", "sharding", "splits", "styles")},
     "distributed.group": set(),
     "distributed.part": {"custom_mm"}

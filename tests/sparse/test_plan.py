@@ -53,6 +53,45 @@ def test_values_in_the_shape_of_the_tensors_values(device):
         torch.testing.assert_close(plan(a).with_values(3 * a.values()) @ b, 3 * (a.to_dense() @ b))
 
 
+def in_other_strides(values):
+    """The same numbers, in memory by the last dimension first, with a gap behind each."""
+    shape = values.shape[::-1]
+    return values.new_zeros(*shape, 2)[..., 0].permute(*reversed(range(len(shape)))).copy_(values)
+
+
+@pytest.mark.parametrize("kind", ["blocks", "batch", "csr"])
+@pytest.mark.parametrize("constant", [False, True])
+def test_values_of_any_strides(kind, constant, device):
+    dense = draw_sparse(24, 36, 0.4, device=device)
+    batch = torch.stack([dense, dense]).to_sparse_csr()
+    a = {"blocks": dense.to_sparse_bsr((2, 3)), "batch": batch, "csr": dense.to_sparse_csr()}[kind]
+    b, full = torch.randn(*a.shape[:-2], 36, 5, device=device), a.to_dense()
+    values = in_other_strides(3 * a.values())
+    assert not values.is_contiguous()
+    made = plan(a, constant=constant)
+    assert made.update(values) is made
+    for _ in range(3):
+        torch.testing.assert_close(made @ b, 3 * full @ b)
+    values *= 2  # which every product reads; of a constant plan, as the version counter rises
+    for _ in range(3):
+        torch.testing.assert_close(made @ b, 6 * full @ b)
+    torch.testing.assert_close(made.values, values.reshape(-1))
+    torch.testing.assert_close(copy.copy(made) @ b, 6 * full @ b)
+    torch.testing.assert_close(pickle.loads(pickle.dumps(made)) @ b, 6 * full @ b)
+    trained = in_other_strides(a.values()).requires_grad_()
+    plain = a.values().clone().requires_grad_()
+    (made.with_values(plain) @ b).square().sum().backward()
+    other = made.with_values(trained)
+    for n in (1, 2):  # a graph for each product
+        (other @ b).square().sum().backward()
+        torch.testing.assert_close(trained.grad, n * plain.grad)
+    with torch.no_grad():
+        trained.mul_(-1)
+    torch.testing.assert_close(other @ b, -full @ b)
+    torch.testing.assert_close(other.update(a.values()) @ b, full @ b)
+    torch.testing.assert_close(made.mT @ b[..., :24, :], 6 * full.mT @ b[..., :24, :])
+
+
 def test_indices_are_checked_once_and_again_after_a_write(device):
     a = draw_sparse(20, 30, 0.2, torch.float32, device).to_sparse_csr()
     b = torch.randn(30, 4, device=device)

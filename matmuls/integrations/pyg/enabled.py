@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from threading import RLock
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch_geometric
@@ -16,11 +16,22 @@ from . import remembered, routed
 
 _lock = RLock()
 _replaced: list[tuple[Any, str, Any]] = []  # owner, name, what it was
+# Functions that modules import by name, and what replaces them.
+_FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    torch_geometric.utils.spmm: routed.spmm,
+    gcn_conv.gcn_norm: remembered.gcn_norm,
+    rgcn_conv.masked_edge_index: remembered.masked_edge_index,
+}
+_users: dict[Callable[..., Any], list[ModuleType]] = {}  # the modules that have a function, as last searched
+_searched: list[int] = []  # what `_references` was when nothing was replaced
 
 
 def _in_place_of(original: Callable[..., Any], route: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that calls route(original, ...). It has the original's globals and source, which torch.jit.script
-    compiles."""
+    """A function that calls route(original, ...), made once. It has the original's globals and source, which
+    torch.jit.script compiles."""
+    known: Any = vars(original).get("_matmuls_replacement")
+    if known is not None and known._matmuls_original is original:  # else a function copied the attributes
+        return known  # type: ignore[no-any-return]
     _matmuls_original, _matmuls_route = original, route
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
@@ -32,8 +43,10 @@ def _in_place_of(original: Callable[..., Any], route: Callable[..., Any]) -> Cal
         original.__name__,
         closure=replacement.__closure__,
     )
-    made._matmuls_original = original  # type: ignore[attr-defined]
-    return wraps(original)(made)
+    wrapped: Any = wraps(original)(made)
+    wrapped._matmuls_original = original
+    original._matmuls_replacement = wrapped  # type: ignore[attr-defined]
+    return wrapped  # type: ignore[no-any-return]
 
 
 def _replace(owner: Any, name: str, route: Callable[..., Any]) -> None:
@@ -44,25 +57,43 @@ def _replace(owner: Any, name: str, route: Callable[..., Any]) -> None:
 
 
 def _replace_propagate(kind: Any) -> None:
-    """Replaces propagate of a class and of those that inherit from it; PyG generates one for each."""
+    """Replaces propagate of a class and of those that inherit from it; PyG generates one for each. A user's own stays;
+    it may call one of these."""
     for name in ("propagate", "_jinja_propagate"):
-        if name in vars(kind):
+        found = vars(kind).get(name)
+        if found is not None and (
+            kind is MessagePassing or found.__module__.startswith(f"{kind.__module__}_{kind.__name__}")
+        ):
             _replace(kind, name, routed.propagate)
     for below in kind.__subclasses__():
         _replace_propagate(below)
 
 
-def _replace_function(original: Callable[..., Any], route: Callable[..., Any]) -> None:
-    """Replaces a function in every module that has it by its name."""
-    name = original.__name__
-    for module in list(sys.modules.values()):
-        if getattr(module, "__dict__", {}).get(name) is original:
-            _replace(module, name, route)
+def _references() -> list[int]:
+    """Changes when a module imports one of the functions, and at times without that."""
+    return [len(sys.modules), *map(sys.getrefcount, _FUNCTIONS)]
+
+
+def _replace_functions() -> None:
+    """Replaces the functions in every module that has them by their names. To search all modules takes 10 ms or more:
+    as long as several steps of training on a small graph."""
+    if _searched != _references():
+        for original in _FUNCTIONS:
+            name = original.__name__
+            modules = list(sys.modules.values())
+            _users[original] = [m for m in modules if getattr(m, "__dict__", {}).get(name) is original]
+    for original, modules in _users.items():
+        for module in modules:
+            if vars(module).get(original.__name__) is original:
+                _replace(module, original.__name__, _FUNCTIONS[original])
 
 
 def _set_templates(original: Callable[..., Any], layer: MessagePassing, *args: Any, **kwargs: Any) -> None:
     """MessagePassing._set_jittable_templates, which gives a class its propagate when the first layer is made."""
     original(layer, *args, **kwargs)
+    own = vars(type(layer)).get("_orig_propagate")
+    if hasattr(own, "_matmuls_original"):  # for layers that are explained or decomposed
+        type(layer)._orig_propagate = own._matmuls_original
     with _lock:
         if routed.switch.on:
             _replace_propagate(type(layer))
@@ -109,15 +140,13 @@ def enable(patience: int = 4) -> None:
             return
         _replace_propagate(MessagePassing)
         _replace(MessagePassing, "_set_jittable_templates", _set_templates)
-        _replace_function(torch_geometric.utils.spmm, routed.spmm)
-        _replace_function(gcn_conv.gcn_norm, remembered.gcn_norm)
-        _replace_function(rgcn_conv.masked_edge_index, remembered.masked_edge_index)
+        _replace_functions()
         _replace(edge_index, "_spmm", routed.edge_index_spmm)
         routed.switch.patience, routed.switch.on = patience, True
 
 
 def disable() -> None:
-    """Gives PyG its own functions back.
+    """Gives PyG its own functions back. Plans stay as long as their edges, for the next `enable`.
 
     Examples:
         >>> from matmuls.integrations import pyg
@@ -129,8 +158,8 @@ def disable() -> None:
     with _lock:
         routed.switch.on = False
         while _replaced:
-            owner, name, original = _replaced.pop()
-            setattr(owner, name, original)
+            setattr(*_replaced.pop())
+        _searched[:] = _references()
 
 
 def is_enabled() -> bool:

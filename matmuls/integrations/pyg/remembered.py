@@ -11,7 +11,7 @@ from custom_mm.indices import version_of
 from matmuls.sparse.csr_pattern import is_capturing
 from matmuls.sparse.prepared import state_of
 
-from .adjacency import state_of_edges
+from .adjacency import kept_with, state_of_edges
 from .routed import LAYOUTS, is_traced, switch
 
 Original = Callable[..., Any]
@@ -57,7 +57,7 @@ def gcn_norm(
     if not (is_sparse or edge_index.layout == torch.strided) or edge_index.requires_grad or version_of(edge_index) < 0:
         return original(*args)
     state, key = state_of(edge_index) if is_sparse else state_of_edges(edge_index), args[2:]
-    kept = _norms.get(edge_index)  # type: ignore[no-untyped-call]
+    kept = _norms.get(edge_index) if is_sparse else kept_with(_norms, edge_index)  # type: ignore[no-untyped-call]
     if kept is None or kept[0] != state:
         kept = _norms[edge_index] = state, {}
     known = kept[1].get(key)
@@ -115,7 +115,7 @@ def masked_edge_index(original: Original, edge_index: Any, edge_mask: Tensor) ->
     if edge_index.layout != torch.strided or version_of(edge_index) < 0 or not fits or is_capturing(edge_index.device):
         return original(edge_index, edge_mask)
     state = state_of_edges(edge_index)
-    kept = _masks.get(edge_index)  # type: ignore[no-untyped-call]
+    kept = kept_with(_masks, edge_index)
     if kept is None or kept.state != state:
         kept = _masks[edge_index] = _Masks(state)
     edges = kept.find(edge_mask)

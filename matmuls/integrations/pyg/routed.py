@@ -14,11 +14,12 @@ from torch_geometric.nn.conv import MessagePassing
 
 from matmuls.sparse.csr_pattern import is_capturing, is_transformed
 
-from .adjacency import adjacency_of, is_known, is_known_sparse, pays, product_of_sparse, takes
+from .adjacency import adjacency_of, is_known, is_known_sparse, left_to_pyg, pays, product_of_sparse, takes
 from .recognised import Form, recognised
 
 LAYOUTS = torch.sparse_csr, torch.sparse_csc, torch.sparse_coo
 REDUCE = {"add": "sum", "amin": "min", "amax": "max"} | {name: name for name in ("sum", "mean", "min", "max")}
+FEW = "got new edges with few sums"
 Original = Callable[..., Any]
 
 
@@ -46,11 +47,14 @@ def is_traced() -> bool:
     return torch._C._is_tracing() or is_transformed() or forward_ad._current_level >= 0
 
 
-def _counted(name: str, result: Tensor | str, original: Original, *args: Any, **kwargs: Any) -> Any:
-    """The result, or PyG's if it is a reason."""
+def _counted(name: str, result: Tensor | str, edges: Any, original: Original, *args: Any, **kwargs: Any) -> Any:
+    """The result, or PyG's if it is a reason. edges: of the call."""
     if isinstance(result, str):
         left[name, result] += 1
-        return original(*args, **kwargs)
+        y = original(*args, **kwargs)
+        if result == FEW and isinstance(y, Tensor):
+            left_to_pyg(_plain(edges), y)
+        return y
     products[name] += 1
     return result
 
@@ -64,7 +68,7 @@ def propagate(original: Original, layer: MessagePassing, *args: Any, **kwargs: A
         return original(layer, *args, **kwargs)  # which calls spmm
     found = recognised(layer)
     result = found if isinstance(found, str) else _propagated(layer, *found, args, kwargs)
-    return _counted(type(layer).__name__, result, original, layer, *args, **kwargs)
+    return _counted(type(layer).__name__, result, edges, original, layer, *args, **kwargs)
 
 
 def _propagated(
@@ -106,11 +110,16 @@ def _agreed(size: int | None, found: int) -> int:
     return found if size is None or size == found else -1
 
 
+def _plain(edges: Tensor) -> Tensor:
+    data: Tensor = edges._data if isinstance(edges, EdgeIndex) else edges
+    return data
+
+
 def product_of_edges(
     edges: Tensor, shape: tuple[int, int], target: int, x: Tensor, weight: Tensor | None, reduce: str
 ) -> Tensor | str:
     """The reduction of x over the edges by the matrix that is kept with them; a reason if PyG must compute it."""
-    edges = edges._data if isinstance(edges, EdgeIndex) else edges
+    edges = _plain(edges)
     if edges.dim() != 2 or edges.shape[0] != 2 or edges.dtype not in (torch.int64, torch.int32) or not edges.numel():
         return "got edges that are not [2, E] of int32 or int64, or none"
     if edges.device != x.device or edges.is_inference():
@@ -127,7 +136,7 @@ def product_of_edges(
     if not known and (is_traced() or is_capturing(x.device)):
         return "is traced, transformed or captured"
     if not known and not pays(edges, x.shape[1], switch.patience):
-        return "got new edges with few sums"
+        return FEW
     try:
         adjacency = adjacency_of(edges, shape, target)
     except ValueError:  # an index is out of range, which PyG says in its own words
@@ -140,7 +149,7 @@ def spmm(original: Original, src: Any, other: Tensor, reduce: str = "sum") -> An
     """torch_geometric.utils.spmm."""
     if torch.compiler.is_compiling() or not switch.on or isinstance(src, EdgeIndex):
         return original(src, other, reduce)  # of an EdgeIndex: its matmul, which is routed too
-    return _counted("spmm", _spmm(src, other, reduce), original, src, other, reduce)
+    return _counted("spmm", _spmm(src, other, reduce), None, original, src, other, reduce)
 
 
 def _spmm(a: Any, x: Tensor, reduce: str) -> Tensor | str:
@@ -172,7 +181,7 @@ def edge_index_spmm(
     args = input, other, value, reduce, transpose
     if torch.compiler.is_compiling() or not switch.on:
         return original(*args)
-    return _counted("EdgeIndex.matmul", _edge_index_spmm(*args), original, *args)
+    return _counted("EdgeIndex.matmul", _edge_index_spmm(*args), input, original, *args)
 
 
 def _edge_index_spmm(edges: EdgeIndex, x: Tensor, weight: Tensor | None, reduce: str, transpose: bool) -> Tensor | str:

@@ -13,6 +13,7 @@ from ..registration import expect_dense
 from .csr_pattern import CsrPattern, _unsafe_view, for_every_stream, is_capturing, pattern_of, relaxed_capture
 from .default_spmm import check_operands, default_op, default_product, multiply_batch
 from .dtensor import product_of_dtensor
+from .loaded import load_plan
 from .prepared import PreparedCalls, PreparedOp
 from .selector import Selector, linear_of
 from .spgemm import spgemm
@@ -292,11 +293,7 @@ class SparsePlan:
         return made
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        if "_prepared" not in state:  # of an older pickle
-            prepared = PreparedCalls.from_older_pickle(state)
-            pattern, selector = state["_structure"], state["_choice"]
-            state = {"_pattern": pattern, "shape": state["shape"], "_selector": selector, "_prepared": prepared}
-        self.__dict__.update(state)
+        load_plan(self, state)
 
     @property
     def nbytes(self) -> int:

@@ -133,7 +133,9 @@ class SolvePlan:
         return {name: self.__dict__[name] for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        square("SolvePlan", state["a"])
+        self.a, ways = state["a"], ("upper", "transpose", "unit_diagonal")
+        self.upper, self.transpose, self.unit_diagonal = (bool(state[way]) for way in ways)
         self._start()
 
     @property

@@ -58,7 +58,9 @@ MAY_IMPORT = {
     "sparse.names": set(),
     "sparse.chunks": set(),
     "sparse.reordered": {"sparse.chunks"},
-    "sparse.csr_pattern": {"blocks", "custom_mm", "sparse.chunks", "sparse.reordered"},
+    "sparse.csr_pattern": {"blocks", "custom_mm", "sparse.chunks", "sparse.loaded", "sparse.reordered"},
+    # at the first load of a plan
+    "sparse.loaded": {f"sparse.{m}" for m in ("csr_pattern", "plan", "prepared", "selector")},
     "sparse.prepared": {"custom_mm", "sparse.csr_pattern"},
     "sparse.smem_tiles": {"device", "sparse.csr_pattern"},
     "sparse.packed_mma": {"sparse.csr_pattern"},
@@ -75,9 +77,9 @@ MAY_IMPORT = {
     | {f"sparse.{m}" for m in ("csr_pattern", "default_spmm", "layouts", "names", "prepared", "race", "select")}
     | {"sparse.smem_tiles"},
     "sparse.dtensor": {"sparse.plan"},  # to type checkers
-    "sparse.spgemm": {"sparse.csr_pattern"},
+    "sparse.spgemm": {"custom_mm", "sparse.csr_pattern"},
     "sparse.plan": {"registration"}
-    | {f"sparse.{m}" for m in ("csr_pattern", "default_spmm", "dtensor", "prepared", "selector", "spgemm")},
+    | {f"sparse.{m}" for m in ("csr_pattern", "default_spmm", "dtensor", "loaded", "prepared", "selector", "spgemm")},
     "sparse.triangular": {"registration", "sparse.csr_pattern", "sparse.spgemm"},
     "sparse.solve_plan": {
         "custom_mm",
@@ -87,14 +89,19 @@ MAY_IMPORT = {
     "sparse.ops": {"custom_mm", "dense", "registration"}
     | {f"sparse.{m}" for m in ("csr_pattern", "default_spmm", "plan", "prepared")},
     "distributed": {f"distributed.{m}" for m in ("plans", "sharding", "splits", "styles")},
-    "distributed.group": set(),
+    "distributed.agreement": {
+        "sparse.plan",
+        "distributed.exchange",
+        "distributed.group",
+    },  # the others to type checkers
+    "distributed.group": {"distributed.agreement"},
     "distributed.part": {"custom_mm"}
     | {f"sparse.{m}" for m in ("csr_pattern", "default_spmm", "names", "plan", "selector")},
     "distributed.peers": {"custom_mm", "distributed.group"},
     "distributed.exchange": {"distributed"} | {f"distributed.{m}" for m in ("group", "part", "peers")},
     "distributed.repeat": {"custom_mm", "distributed.exchange", "distributed.part"},
     "distributed.plans": {"custom_mm", "registration", "sparse.csr_pattern", "sparse.plan"}
-    | {f"distributed.{m}" for m in ("exchange", "group", "part", "repeat")},
+    | {f"distributed.{m}" for m in ("agreement", "exchange", "group", "part", "repeat")},
     "distributed.sharding": {"blocks", "masked"},
     "distributed.splits": {"distributed.group"},
     "distributed.styles": {"distributed.group", "distributed.sharding", "masked", "nn"},

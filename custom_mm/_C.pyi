@@ -100,6 +100,12 @@ def trust_indices(crow: Tensor, col: Tensor, order: Tensor | None, columns: int)
     """Validates indices that only a plan owns and records the result with them: CPU operators do not validate them
     again until a write changes their version. Raises ValueError if they are invalid. Does nothing on a GPU."""
 
+def sparse_of_values(crow: Tensor, col: Tensor, values: Tensor, shape: Sequence[int]) -> Tensor:
+    """A sparse CSR tensor of these indices, which are not checked, and values, differentiable any number of times."""
+
+def values_of_sparse(a: Tensor) -> Tensor:
+    """The values of a sparse tensor in CSR, CSC, BSR or BSC, differentiable any number of times. Not a view of a."""
+
 def kept_solves(state: Tensor) -> list[tuple[int, str, bool, bool, int]]:
     """The analyses that a state of csr_solve_state keeps on a GPU: the number of columns of b, the dtype, whether it is
     of the transpose, whether a captured graph uses it, its bytes."""

@@ -77,6 +77,14 @@ def check_entries(name: str, row: torch.Tensor, column: torch.Tensor, shape: tup
             raise ValueError(f"{name}: expected {what} from 0 to {size - 1}, got {low if low < 0 else high}")
 
 
+def expect_justified(name: str, rows: int, nonzeros: int) -> None:
+    """Raises ValueError for so many rows that their offsets take memory which the nonzeros do not account for, as
+    csr_transpose does."""
+    if rows > 2**28 and rows // 64 > nonzeros:
+        most = max(2**28, 64 * nonzeros)
+        raise ValueError(f"{name}: expected at most {most} rows with {nonzeros} nonzeros, got {rows}")
+
+
 # Results of validation per tensor of indices and layout, valid while the tensor lives and is not written to. CSR and
 # COO forms of one matrix share their columns tensor.
 _known: WeakIdKeyDictionary = WeakIdKeyDictionary()

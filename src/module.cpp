@@ -15,6 +15,7 @@
 #include "glue/kernel_switch.h"
 #include "glue/prepared_calls.h"
 #include "glue/unchanged.h"
+#include "glue/values_graph.h"
 #include "gpu/hopper_limits.h"
 #include "python_calls.h"
 #include "rows/bindings.h"
@@ -187,6 +188,13 @@ void define_index_checks(py::module_& m) {
         matmuls::validate_indices(name.c_str(), what.c_str(), indices, size);
       },
       no_gil());
+  m.def(
+      "sparse_of_values",
+      [](const at::Tensor& crow, const at::Tensor& col, const at::Tensor& values, const std::vector<int64_t>& shape) {
+        return matmuls::sparse_of_values(crow, col, values, shape, at::kSparseCsr);
+      },
+      py::arg("crow"), py::arg("col"), py::arg("values"), py::arg("shape"));
+  m.def("values_of_sparse", matmuls::values_of_sparse, py::arg("a"));
   m.def("trust_indices", matmuls::trust_indices, py::arg("crow"), py::arg("col"), py::arg("order"), py::arg("columns"),
         no_gil());
 }

@@ -113,7 +113,7 @@ class NeededRows:
     def start_back(self, grad: torch.Tensor) -> Awaited:
         if (channel := self._channels.get((grad.shape[1], grad.dtype, True))) is not None:
             return channel.send(grad)
-        return self._group.start_all_to_all(grad, self._received_counts, self._sent_counts)
+        return self._group.start_all_to_all(grad, self._received_counts, self._sent_counts, sends=2)
 
     def add_back(self, grad: torch.Tensor, received: torch.Tensor) -> None:
         self._part_of(grad.dtype).add_to(grad, received)
@@ -173,7 +173,7 @@ class AllRows:
 
     def start_back(self, grad: torch.Tensor) -> Awaited:
         counts = [self.most] * self._group.size
-        return self._group.start_all_to_all(grad, counts, counts)
+        return self._group.start_all_to_all(grad, counts, counts, sends=2)
 
     def add_back(self, grad: torch.Tensor, received: torch.Tensor) -> None:
         grad.add_(received.view(self._group.size, self.most, -1).sum(0)[: self._own])

@@ -1,5 +1,7 @@
 """A process group as plans use it: collectives on lists of numbers and on tensors, with errors that name ranks."""
 
+import datetime
+import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -9,6 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
+from torch.distributed.tensor import DTensor, Shard
+
+from .agreement import LOOK_SECONDS, Agreement, Told
 
 T = TypeVar("T")
 Mesh = DeviceMesh | dist.ProcessGroup | None
@@ -34,30 +39,74 @@ def _all_to_all(group: Any, received: torch.Tensor, sent: torch.Tensor, *counts:
     return call(received, sent, *counts, _exchanging)
 
 
+def as_real(t: torch.Tensor) -> torch.Tensor:
+    """t as it is sent, in its own memory: gloo and NCCL have no complex numbers."""
+    return torch.view_as_real(t) if t.is_complex() else t
+
+
 class Pending:
-    """A tensor that is being received, and what is being sent, which lives until then."""
+    """A tensor that is being received, and what is being sent, which lives until then. sends: 1 for rows of x, 2 for
+    gradients."""
 
-    __slots__ = ("_group", "_received", "_sent", "_work")
+    __slots__ = ("_exchange", "_group", "_received", "_sends", "_sent", "_work")
 
-    def __init__(self, group: "Group", received: torch.Tensor, sent: torch.Tensor, work: Any) -> None:
-        self._group, self._received, self._sent, self._work = group, received, sent, work
+    def __init__(self, group: "Group", received: torch.Tensor, sent: torch.Tensor, work: Any, sends: int = 1) -> None:
+        self._group, self._received, self._sent, self._work, self._sends = group, received, sent, work, sends
+        self._exchange = 0
+        if group.agreement is not None and work is not None:
+            group.agreement.exchanges += 1
+            self._exchange = group.agreement.exchanges
 
     def wait(self) -> torch.Tensor:
         """The tensor received. NCCL: the current stream waits, the host does not."""
         if self._work is not None:
-            try:
-                self._work.wait()
-            except RuntimeError as error:
-                self._group.name_the_dead(error)
+            if self._exchange:
+                self._look_around()
+            else:
+                self._wait()
         return self._received
+
+    def _wait(self, *seconds: datetime.timedelta) -> bool:
+        """False if it takes longer."""
+        try:
+            self._work.wait(*seconds)
+        except RuntimeError as error:
+            if not seconds or self._work.is_completed():
+                self._group.name_the_dead(error)
+            return False
+        return True
+
+    def _look_around(self) -> None:
+        """Wait for the rows; RuntimeError if a rank that sends some asks for an agreement instead."""
+        agreement, end = self._group.agreement, time.monotonic() + self._group.seconds
+        assert agreement is not None
+        for seconds in itertools.chain((LOOK_SECONDS,), itertools.repeat(4 * LOOK_SECONDS)):
+            if self._wait(datetime.timedelta(seconds=seconds)):
+                return
+            if agreement.is_asked(self._exchange):
+                break
+            if time.monotonic() > end:
+                self._wait()
+                return
+        rows, n = self._sent.shape[:2]
+        every = agreement.ask(Told(self._sends, 1, rows, n, -1, -1, self._exchange - 1))
+        self._wait(datetime.timedelta(seconds=ANSWER_SECONDS))  # the other ranks send rows that no one reads
+        rank, other = next((rank, told) for rank, told in enumerate(every) if not told.waits_for)
+        raise RuntimeError(
+            f"{self._group}: expected the same call on every rank, got {every[self._group.rank]} here and {other} on "
+            f"rank {rank}"
+        )
 
 
 class Group:
     """A process group: of a DeviceMesh of one dimension, or given, or the default one. Without torch.distributed, or
     in a group of one, nothing is ever sent.
 
-    rank, size: of this process in the group. name: of the operator, for errors.
+    rank, size: of this process in the group. name: of the operator, for errors. agreement: how its ranks agree on a
+    product; None: by all_gather.
     """
+
+    agreement: Agreement | None = None
 
     def __init__(self, name: str, mesh: Mesh, device: torch.device) -> None:
         self.name, self.device = name, device
@@ -92,6 +141,20 @@ class Group:
         except (AttributeError, RuntimeError):  # it is not public
             return 600.0
 
+    def expect_rows(self, x: DTensor, *sizes: Sequence[int]) -> None:
+        """ValueError unless x is on the ranks of this group by rows, and has them as a plan of these sizes does."""
+        if tuple(x.placements) != (Shard(0),):
+            raise ValueError(f"{self}: expected x with one placement, Shard(0), got {x.placements}")
+        mesh = x.device_mesh
+        if mesh.size() != self.size or mesh.get_local_rank() != self.rank:
+            raise ValueError(f"{self}: expected x on the ranks of the plan, got a mesh of {mesh.size()}")
+        uneven = [what for what in sizes if list(what) != even(sum(what), len(what))]
+        if uneven:
+            raise ValueError(
+                f"{self}: expected rows as Shard(0) has them for a DTensor, got {list(uneven[0])}; "
+                "take x.to_local(), or split by rows"
+            )
+
     def all_gather(self, numbers: Sequence[int]) -> list[list[int]]:
         """The numbers of every rank, as many on each. Waits for all of them."""
         mine = torch.tensor(numbers, dtype=torch.int64, device=self.device)
@@ -116,23 +179,26 @@ class Group:
 
     def start_all_gather(self, sent: torch.Tensor) -> Pending:
         """The tensors of all ranks, of one shape, one after another."""
+        sent = sent.resolve_conj()
         received = sent.new_empty(self.size * sent.shape[0], *sent.shape[1:])
         try:
-            work = _all_gather(self.group, received, sent)
+            work = _all_gather(self.group, *map(as_real, (received, sent)))
         except RuntimeError as error:
             self.name_the_dead(error)
         return Pending(self, received, sent, work)
 
-    def start_all_to_all(self, sent: torch.Tensor, counts: list[int], received: list[int]) -> Pending:
-        """Send the first counts[0] rows to rank 0 and so on; receive received[0] rows of rank 0 and so on."""
+    def start_all_to_all(self, sent: torch.Tensor, counts: list[int], received: list[int], sends: int = 1) -> Pending:
+        """Send the first counts[0] rows to rank 0 and so on; receive received[0] rows of rank 0 and so on. sends: as
+        Pending takes it."""
+        sent = sent.resolve_conj()
         target = sent.new_empty(sum(received), *sent.shape[1:])
         if self.size == 1:
             return Pending(self, target.copy_(sent), sent, None)
         try:
-            work = _all_to_all(self.group, target, sent, received, counts)
+            work = _all_to_all(self.group, *map(as_real, (target, sent)), received, counts)
         except RuntimeError as error:
             self.name_the_dead(error)
-        return Pending(self, target, sent, work)
+        return Pending(self, target, sent, work, sends)
 
     def name_the_dead(self, error: RuntimeError) -> NoReturn:
         """Raise an error of the group with the ranks that do not answer any more."""

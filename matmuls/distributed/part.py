@@ -233,7 +233,9 @@ class Part:
         return known
 
     def transposed_product(self, grad: torch.Tensor) -> torch.Tensor:
-        """A^T @ grad."""
+        """A^H @ grad, which is A^T @ grad if A is real."""
+        if grad.is_complex():
+            return (self.transposed @ self._own_rows(grad).conj().resolve_conj()).conj().resolve_conj()
         if (sums := self.sums(grad.shape[1], grad.dtype, transposed=True)) is not None:
             return sums.product(grad)
         return self.transposed @ self._own_rows(grad)
@@ -241,7 +243,7 @@ class Part:
     def gradient_of_values(self, grad: torch.Tensor, b: torch.Tensor, to: torch.Tensor) -> None:
         """Write the gradient of the part's values, for the product with b, to its places in that of the block's."""
         s = self.plan._pattern
-        found = _sddmm(s.crow, s.col, self._own_rows(grad), b, s.columns, 1, *s.arguments(False))
+        found = _sddmm(s.crow, s.col, self._own_rows(grad), b.conj(), s.columns, 1, *s.arguments(False))
         to.index_copy_(0, self.ids.long(), found)
 
     def _own_rows(self, grad: torch.Tensor) -> torch.Tensor:

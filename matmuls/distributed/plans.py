@@ -1,5 +1,6 @@
 """DistributedPlan: a sparse matrix A whose rows several processes share, made ready for many products A @ x."""
 
+import random
 from collections.abc import Callable, Sequence
 from copy import copy
 from functools import partial
@@ -13,8 +14,9 @@ from ..registration import expect_dense
 from ..sparse.csr_pattern import INT32_MAX, CsrPattern, for_every_stream, is_capturing
 from ..sparse.plan import DTYPES, SparsePlan, plan_of
 from ..sparse.plan import plan as plan_alone
+from .agreement import Told, agreement_of
 from .exchange import AllRows, Exchange, NeededRows
-from .group import Group, Mesh, digest, even, starts_of
+from .group import Group, Mesh, digest, starts_of
 from .part import Part
 from .repeat import Recorded, Repeated, backward_step, forward_step
 
@@ -153,7 +155,11 @@ class DistributedPlan:
         if autocast or type(x) is not torch.Tensor or (x.shape, x.dtype, x.device, recorded) not in self._agreed:
             if isinstance(x, DTensor):
                 return self._distributed(x)
-            expect_dense(NAME, x=x)
+            try:
+                expect_dense(NAME, x=x)
+            except TypeError:
+                self._refuse()
+                raise
             if x.dim() == 1:
                 return (self @ x.unsqueeze(-1)).squeeze(-1)
             if autocast:  # in the dtype of the plan
@@ -161,7 +167,11 @@ class DistributedPlan:
                     return self @ x.to(self.dtype)
             self._expect_agreement(x, recorded)
         if not self._constant:
-            self._base._expect_same_indices(NAME)
+            try:
+                self._base._expect_same_indices(NAME)
+            except ValueError:
+                self._refuse()
+                raise
         values = self._base.values
         product: torch.Tensor
         if recorded or (recording and values.requires_grad):
@@ -191,48 +201,55 @@ class DistributedPlan:
 
     def _distributed(self, x: DTensor) -> torch.Tensor:
         """The product of a DTensor of rows."""
-        if tuple(x.placements) != (Shard(0),):
-            raise ValueError(f"{self._group}: expected x with one placement, Shard(0), got {x.placements}")
-        mesh = x.device_mesh
-        if mesh.size() != self._group.size or mesh.get_local_rank() != self.rank:
-            raise ValueError(f"{self._group}: expected x on the ranks of the plan, got a mesh of {mesh.size()}")
-        uneven = [what for what in (self.rows, self.columns) if list(what) != even(sum(what), len(what))]
-        if uneven:
-            raise ValueError(
-                f"{self._group}: expected rows as Shard(0) has them for a DTensor, got {list(uneven[0])}; "
-                "take x.to_local(), or split by rows"
-            )
-        y = self @ x.to_local()
+        try:
+            self._group.expect_rows(x, self.rows, self.columns)
+        except ValueError:
+            self._refuse()
+            raise
+        y, mesh = self @ x.to_local(), x.device_mesh
         shape = torch.Size((self.shape[0], *y.shape[1:]))
         stride = (y.shape[1], 1) if y.dim() == 2 else (1,)
         return DTensor.from_local(y, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
 
     def _expect_agreement(self, x: torch.Tensor, recorded: bool) -> None:
         """RuntimeError unless x fits, and n, the dtype and whether x needs a gradient are the same on every rank, which
-        is compared once for each. Of the plan's first product every rank raises the error, of others that rank."""
+        is compared once for each. Every rank raises the error, but on GPUs after the first product that rank alone."""
         own = self.columns[self.rank]
         fits = x.dim() == 2 and x.shape[0] == own and x.dtype == self.dtype and x.device == self.device
         key = x.shape, x.dtype, x.device, recorded
         if fits and (key in self._agreed or is_capturing(self.device)):
             return
         rows, n = (*x.shape, 0, 0)[:2]
-        facts = [fits, rows, n, DTYPES.index(x.dtype) if x.dtype in DTYPES else -1, recorded]
-        told = self._group.all_gather(facts) if fits or not self._agreed else []
+        agreement, dtype = self._group.agreement, DTYPES.index(x.dtype) if x.dtype in DTYPES else -1
+        facts = Told(0, fits, rows, n, dtype, recorded, 0 if agreement is None else agreement.exchanges)
+        told = []
+        if self._exchange is None:  # no rank waits for another
+            pass
+        elif agreement is not None:
+            told = agreement.settle(facts, self._exchange, self.columns[self.rank], self.dtype)
+        elif fits or not self._agreed:
+            told = [Told(*numbers) for numbers in self._group.all_gather(facts)]
         if not fits:
             raise RuntimeError(
                 f"{self._group}: expected x of shape [{own}, n], {self.dtype} on {self.device}, "
                 f"got {list(x.shape)}, {x.dtype} on {x.device}"
             )
         for rank, others in enumerate(told):
-            if not others[0] or others[2:] != facts[2:]:
+            if others.waits_for or not others.fits or others[3:6] != facts[3:6]:
                 raise RuntimeError(
                     f"{self._group}: expected x that fits the plan, of the same columns, dtype and need of a gradient "
-                    f"on every rank, got {_described(facts)} here and {_described(others)} on rank {rank}"
+                    f"on every rank, got {facts} here and {others} on rank {rank}"
                 )
         self._agreed.add(key)
         if self._exchange is not None:
             self._exchange.prepare(n, x.dtype, recorded)
             _ = self._own.plan @ x.detach()  # selects a kernel now, not while an exchange disturbs its measurement
+
+    def _refuse(self) -> None:
+        """Let the other ranks know that this one raises an error instead of making a product."""
+        if (agreement := self._group.agreement) is not None and self._exchange is not None:
+            own = Told(0, False, 0, 0, -1, False, agreement.exchanges)
+            agreement.settle(own, self._exchange, self.columns[self.rank], self.dtype)
 
     def _load(self, values: torch.Tensor) -> None:
         self._loads += 1
@@ -333,12 +350,6 @@ class DistributedPlan:
         return f"DistributedPlan(shape={list(self.shape)}, {where}, dtype={self.dtype}, device={self.device})"
 
 
-def _described(facts: list[int]) -> str:
-    _, rows, n, code, recorded = facts
-    dtype = "another dtype" if code < 0 else str(DTYPES[code])
-    return f"[{rows}, {n}] in {dtype} {'with' if recorded else 'without'} a gradient"
-
-
 def plan(
     A_rows: torch.Tensor,
     mesh: Mesh = None,
@@ -393,10 +404,11 @@ def plan(
         raise TypeError(f"{NAME}: expected gather to be True, False or None, got {gather!r}")
     group = Group(NAME, mesh, A_rows.device)
     base = group.together(partial(_block, A_rows, constant, products))
-    rows, sizes = _agreed_sizes(group, base, columns, constant, gather)
+    rows, sizes, token = _agreed_sizes(group, base, columns, constant, gather)
     made = DistributedPlan(group, base, rows, sizes, constant)
     with torch.inference_mode(False), torch.no_grad():
         _cut(made, 50 if products is None else products, gather)
+    group.agreement = agreement_of(group, token)
     return made
 
 
@@ -410,11 +422,12 @@ def _block(a: torch.Tensor, constant: bool, products: int | None) -> SparsePlan:
 
 def _agreed_sizes(
     group: Group, base: SparsePlan, columns: Sequence[int] | None, constant: bool, gather: bool | None
-) -> tuple[list[int], list[int]]:
-    """Rows of A and of x of every rank; ValueError on each if they do not fit together."""
+) -> tuple[list[int], list[int], int]:
+    """Rows of A and of x of every rank, and a number of this plan; ValueError on each if they do not fit together."""
     dtype = DTYPES.index(base.dtype) if base.dtype in DTYPES else -1
     given = -1 if columns is None else digest(columns)
-    told = group.all_gather([base.shape[1], dtype, given, constant, 2 if gather is None else gather, base.shape[0]])
+    facts = [base.shape[1], dtype, given, constant, 2 if gather is None else gather, base.shape[0]]
+    told = group.all_gather([*facts, random.getrandbits(62)])
     names = "columns of A", "dtype", "list of columns", "constant", "gather"
     for rank, facts in enumerate(told):
         for name, first, other in zip(names, told[0], facts, strict=False):
@@ -422,7 +435,7 @@ def _agreed_sizes(
                 shown = f"{DTYPES[first]} and {DTYPES[other]}" if name == "dtype" else f"{first} and {other}"
                 shown = "different lists" if name == "list of columns" else shown
                 raise ValueError(f"{group}: expected the same {name} on every rank, got {shown} on ranks 0 and {rank}")
-    rows = [facts[-1] for facts in told]
+    rows = [facts[-2] for facts in told]
     sizes = rows if columns is None else list(columns)
     if len(sizes) != group.size or sum(sizes) != base.shape[1] or min(sizes) < 0:
         what = "rows of A, as columns= is not given," if columns is None else "columns"
@@ -430,7 +443,7 @@ def _agreed_sizes(
             f"{group}: expected {what} of {group.size} ranks that add up to {base.shape[1]} columns, got {sizes}, "
             f"{sum(sizes)} in all"
         )
-    return rows, sizes
+    return rows, sizes, told[0][-1]
 
 
 def _cut(made: DistributedPlan, products: int, gather: bool | None) -> None:

@@ -26,9 +26,9 @@ def forward_step(own: Part, halo: Part, exchange: Exchange | None, n: int, dtype
 
 
 def backward_step(own: Part, halo: Part, exchange: Exchange | None, n: int, dtype: torch.dtype) -> _C.Step | None:
-    """A^T @ grad by the kernel of the last such product; None if it cannot be repeated."""
+    """A^T @ grad by the kernel of the last such product; None if it cannot be repeated, or A is complex."""
     prepared = own.transposed._prepared
-    if prepared.products is None:
+    if prepared.products is None or dtype.is_complex:
         return None
     before, sender, received, after = None, None, None, None
     if exchange is not None:

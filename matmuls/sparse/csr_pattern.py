@@ -12,10 +12,11 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils.weak import WeakIdKeyDictionary
 
 from custom_mm import _C
-from custom_mm.indices import Check, check_entries, version_of
+from custom_mm.indices import Check, check_entries, expect_justified, version_of
 
 from ..blocks import KERNEL_SIZES
 from .chunks import Chunks, chunks_of
+from .loaded import load_pattern
 from .reordered import Reordered, reorder
 
 _csr_transpose: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = (
@@ -143,12 +144,11 @@ class CsrPattern:
     def __deepcopy__(self, memo: dict[int, object]) -> "CsrPattern":
         return self  # never written to
 
-    def __setstate__(self, state: dict[str, object]) -> None:
-        absent: dict[str, object] = {"blocks": None, "_reordered": {}} | dict.fromkeys(("_narrow", "_t", "_reverse"))
-        self.__dict__.update({**absent, **state})
-        # The indices may have been written to before they were pickled.
-        self._check = Check("SparsePlan", self.crow, self.col, self.columns)
-        self.checked()
+    def __getstate__(self) -> dict[str, object]:
+        return {name: getattr(self, name) for name in ("crow", "col", "order", "rows", "columns", "batch", "blocks")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        load_pattern(self, state)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -334,6 +334,7 @@ def from_entries(
 ) -> CsrPattern:
     """The pattern from the row and column of each value, in any order. The rows must be in range."""
     order = None
+    expect_justified(name, shape[0], row.shape[0])
     if not bool((row[1:] >= row[:-1]).all()):
         row, order = torch.sort(row, stable=True)
         col, order = col[order], order.to(col.dtype)
@@ -477,6 +478,9 @@ def values_of(a: torch.Tensor) -> torch.Tensor:
         with torch.inference_mode(False), torch.set_grad_enabled(recording):  # a plan may be trained later
             narrow = a.dtype.itemsize == 2  # duplicates are added up in float32
             a = a.float().coalesce().to(a.dtype) if narrow else a.coalesce()
+    if recording and a.layout != torch.sparse_coo and not torch.compiler.is_compiling() and a.grad_fn is not None:
+        values = _C.values_of_sparse(a)  # a second derivative passes through it
+        return values if values.dim() == 1 else values.reshape(-1)
     values = a.values()
     # Not a view of a, which torch.compile does not recognize as its own. Detached values share a's version counter,
     # which need not be watched where a gradient is recorded.

@@ -15,6 +15,7 @@ from .default_spmm import check_operands, default_op, default_product, multiply_
 from .described import described
 from .dtensor import product_of_dtensor
 from .foreign import SparseMatrix, is_foreign, native
+from .loaded import load_plan
 from .prepared import PreparedCalls, PreparedOp
 from .selector import Selector, linear_of
 from .spgemm import spgemm
@@ -303,11 +304,7 @@ class SparsePlan:
         return made
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        if "_prepared" not in state:  # of an older pickle
-            prepared = PreparedCalls.from_older_pickle(state)
-            pattern, selector = state["_structure"], state["_choice"]
-            state = {"_pattern": pattern, "shape": state["shape"], "_selector": selector, "_prepared": prepared}
-        self.__dict__.update(state)
+        load_plan(self, state)
 
     @property
     def nbytes(self) -> int:

@@ -187,6 +187,10 @@ class PreparedCalls:
         self._origin = None if self.source is None else weakref.ref(self.source)
         self._apart = self._apart or self.source is not None  # False in older pickles
 
+    def distrust(self) -> None:
+        """Let the next product compare the indices of `source`, which come from a pickle, with the pattern."""
+        self._seen = -2, -2
+
     @classmethod
     def from_older_pickle(cls, state: dict[str, Any]) -> "PreparedCalls":
         """From the state of a plan before this class: its attributes _values, _source, _values_shape."""

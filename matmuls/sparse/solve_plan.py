@@ -132,7 +132,9 @@ class SolvePlan:
         return solve_plan, (self.a, self.upper, self.transpose, self.unit_diagonal)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        square("SolvePlan", state["a"])
+        self.a, ways = state["a"], ("upper", "transpose", "unit_diagonal")
+        self.upper, self.transpose, self.unit_diagonal = (bool(state[way]) for way in ways)
         self._start()
 
     @property

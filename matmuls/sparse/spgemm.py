@@ -5,7 +5,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .csr_pattern import CsrPattern, pattern_of
+from custom_mm import _C
+
+from .csr_pattern import CsrPattern, is_transformed, pattern_of
 from .foreign import native
 
 _ops = torch.ops.custom_mm
@@ -99,6 +101,8 @@ def _uncounted(a: Operand, b: Operand) -> torch.Tensor:
 
 
 def as_csr(crow: torch.Tensor, col: torch.Tensor, values: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    if values.requires_grad and not torch.compiler.is_compiling() and not is_transformed():
+        return _C.sparse_of_values(crow, col, values, shape)
     return torch.sparse_csr_tensor(crow, col, values, shape, check_invariants=False)
 
 

@@ -1,7 +1,7 @@
 """Products of two sparse matrices whose patterns stay: SpgemmPlan, made by plan_spgemm; and the size of a product."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -90,6 +90,12 @@ class SpgemmPlan:
         crow, col, _ = _pattern(made.a, made.b, made.columns, made.offsets, made.state, made.nnz)
         self._c = [crow, col, crow.new_empty(0)]
         self._with_transposed: tuple[list[torch.Tensor], ...] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"a": self.a, "b": self.b}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(*_sized("SpgemmPlan", state["a"], state["b"], None))  # type: ignore[misc]  # C is computed again
 
     @property
     def nbytes(self) -> int:
@@ -197,5 +203,9 @@ def plan_spgemm(a: Sparse, b: Sparse, *, max_nnz: int | None = None) -> SpgemmPl
     left, right = operand("plan_spgemm", "A", a), operand("plan_spgemm", "B", b)
     expect_operands("plan_spgemm", left, right)
     plans = [x if isinstance(x, SparsePlan) else plan_of("plan_spgemm", x, tuned=False) for x in (a, b)]
-    made = sizes("plan_spgemm", operand("plan_spgemm", "A", plans[0]), operand("plan_spgemm", "B", plans[1]), max_nnz)
-    return SpgemmPlan(*plans, made)
+    return SpgemmPlan(*_sized("plan_spgemm", plans[0], plans[1], max_nnz))
+
+
+def _sized(name: str, a: SparsePlan, b: SparsePlan, max_nnz: int | None) -> tuple[SparsePlan, SparsePlan, Sizes]:
+    """The arguments of SpgemmPlan."""
+    return a, b, sizes(name, operand(name, "A", a), operand(name, "B", b), max_nnz)

@@ -113,6 +113,11 @@ void check_same(const char* op, const char* name, const at::Tensor& t, const at:
               " as a is, got ", t.scalar_type());
 }
 
+void expect_memory(const char* op, const char* name, const at::Tensor& t) {
+  TORCH_CHECK((t.is_cpu() || t.is_cuda()) && t.layout() == at::kStrided && t.has_storage(), op, ": expected ", name,
+              " to be a dense tensor on a CPU or GPU, got ", t.layout(), " on ", t.device());
+}
+
 void check_operands(const char* op, const at::Tensor& a, const at::Tensor& b, const at::Tensor& bias,
                     const at::Tensor& out) {
   TORCH_CHECK(a.defined() && b.defined(), op, ": expected tensors a and b, got None");

@@ -37,6 +37,9 @@ void check_same(const char* op, const char* name, const at::Tensor& t, const at:
 void check_operands(const char* op, const at::Tensor& a, const at::Tensor& b, const at::Tensor& bias = {},
                     const at::Tensor& out = {});
 
+// Raises unless t is strided and has memory (meta and traced tensors have none), for functions that read by address.
+void expect_memory(const char* op, const char* name, const at::Tensor& t);
+
 // True if writing x could change y: exact for strided layouts (a bounded search over both index spaces), and true if
 // the search exceeds its bound.
 bool overlap(const at::Tensor& x, const at::Tensor& y);

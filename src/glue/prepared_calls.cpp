@@ -25,6 +25,7 @@
 #include "glue/batch_invariance.h"
 #include "glue/function_modes.h"
 #include "glue/handles.h"
+#include "glue/values_graph.h"
 
 namespace matmuls {
 namespace {
@@ -104,6 +105,7 @@ class Matrix {
   // As matmuls/sparse/csr_pattern.py's values_of.
   static Tensor values(const Tensor& a) {
     if (!a.requires_grad() || !at::GradMode::is_enabled()) return parts(a).values();
+    if (a.grad_fn()) return values_of_sparse(a);
     const Tensor values = a.values();
     return at::_unsafe_view(values, values.sizes());
   }

@@ -37,6 +37,15 @@ void check(const char* op, const Tensor& crow, const Tensor& col) {
   check_pattern(op, pattern_of(crow, col, {}), crow);
 }
 
+// The transposed matrix has an offset for each column: refused where the nonzeros do not account for so many.
+void expect_justified(const Tensor& crow, const Tensor& col, int64_t columns) {
+  constexpr int64_t kMany = int64_t{1} << 28, kMost = 64;  // offsets of 1 GiB; columns for each nonzero or row
+  TORCH_CHECK_VALUE(columns <= kMany || columns / kMost <= col.size(0) + crow.size(0),
+                    "csr_transpose: expected at most ", std::max(kMany, kMost * (col.size(0) + crow.size(0))),
+                    " columns with ", col.size(0), " nonzeros, as the transposed matrix takes memory for each, got ",
+                    columns, "; number the columns that have nonzeros anew (torch.unique)");
+}
+
 void check_transposed(const Tensor& crow, const Tensor& col, const c10::SymInt& columns) {
   check("csr_transpose", crow, col);
   TORCH_CHECK_VALUE(columns >= 0, "csr_transpose: expected columns >= 0, got ", columns);
@@ -116,10 +125,12 @@ Copied csr_check_copied_cpu(const Tensor& crow, const Tensor& col, c10::SymInt c
           col.to(at::kInt, /*non_blocking=*/false, /*copy=*/true)};
 }
 
-// A stable counting sort by column with counters per thread; the result does not depend on the number of threads.
+// A stable counting sort by column; the result does not depend on the number of threads. Several parts count by
+// themselves; a single one counts in the offsets.
 std::tuple<Tensor, Tensor, Tensor> csr_transpose_cpu(const Tensor& crow_, const Tensor& col_, c10::SymInt sym_columns) {
   check_transposed(crow_, col_, sym_columns);
   const int64_t rows = crow_.size(0) - 1, nonzeros = col_.size(0), columns = sym_columns.expect_int();
+  expect_justified(crow_, col_, columns);
   const Pattern p = readable("csr_transpose", pattern_of(crow_, col_, {}), columns);
   Tensor t_crow = at::empty({columns + 1}, crow_.options());
   Tensor t_col = at::empty({nonzeros}, crow_.options()), order = at::empty({nonzeros}, crow_.options());
@@ -131,22 +142,23 @@ std::tuple<Tensor, Tensor, Tensor> csr_transpose_cpu(const Tensor& crow_, const 
     // Few enough parts that the counters do not cost more than the nonzeros that they count.
     const int64_t parts = std::clamp<int64_t>(nonzeros / std::max<int64_t>(columns, 65536), 1, at::get_num_threads());
     const int64_t part = (nonzeros + parts - 1) / parts;
-    std::vector<index_t> counters(parts * columns, 0);
+    std::vector<index_t> several(parts > 1 ? parts * columns : 0, 0);
+    index_t* const counters = parts > 1 ? several.data() : offsets;
+    if (parts == 1) std::fill_n(offsets, columns + 1, index_t{0});
     parallel_for(0, parts, 1, [&](int64_t first, int64_t last) {
       for (int64_t k = first; k < last; ++k) {
-        index_t* const count = counters.data() + k * columns;
+        index_t* const count = counters + k * columns;
         for (int64_t p = k * part; p < std::min(nonzeros, (k + 1) * part); ++p) ++count[col[p]];
       }
     });
     index_t total = 0;
     for (int64_t c = 0; c < columns; ++c) {
-      offsets[c] = total;
+      if (parts > 1) offsets[c] = total;
       for (int64_t k = 0; k < parts; ++k) total += std::exchange(counters[k * columns + c], total);
     }
-    offsets[columns] = total;
     parallel_for(0, parts, 1, [&](int64_t first, int64_t last) {
       for (int64_t k = first; k < last; ++k) {
-        index_t* const next = counters.data() + k * columns;
+        index_t* const next = counters + k * columns;
         int64_t row = std::upper_bound(crow, crow + rows + 1, static_cast<index_t>(k * part)) - crow - 1;
         for (int64_t p = k * part; p < std::min(nonzeros, (k + 1) * part); ++p) {
           while (crow[row + 1] <= p) ++row;
@@ -156,6 +168,9 @@ std::tuple<Tensor, Tensor, Tensor> csr_transpose_cpu(const Tensor& crow_, const 
         }
       }
     });
+    if (parts == 1) std::copy_backward(offsets, offsets + columns, offsets + columns + 1);  // each counted to its end
+    offsets[0] = 0;
+    offsets[columns] = total;
   });
   return {t_crow, t_col, order};
 }
@@ -179,6 +194,7 @@ Copied csr_check_copied_cuda(const Tensor& crow, const Tensor& col, c10::SymInt 
 
 std::tuple<Tensor, Tensor, Tensor> csr_transpose_cuda(const Tensor& crow, const Tensor& col, c10::SymInt sym_columns) {
   check_transposed(crow, col, sym_columns);
+  expect_justified(crow, col, sym_columns.expect_int());
   const OperationGuard guard("csr_transpose", crow);
   const bool narrow = crow.scalar_type() == at::kInt;
   const auto [sorted, order] = at::sort(col, /*stable=*/true, /*dim=*/0, /*descending=*/false);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <limits>
+#include <vector>
 
 #include "cpu/threads.h"
 #include "sparse/cpu.h"
@@ -12,7 +13,7 @@ namespace {
 
 using at::Tensor;
 
-enum class Kind { offsets, indices };
+enum class Kind { offsets, indices, permutation };
 
 // Result of a validation, stored with its tensor. Copies and views of the tensor do not inherit it.
 struct Looked : c10::BackendMeta {
@@ -21,7 +22,7 @@ struct Looked : c10::BackendMeta {
   c10::intrusive_ptr<c10::BackendMeta> clone(const c10::intrusive_ptr<c10::BackendMeta>&) const override { return {}; }
 
   Kind kind;
-  int64_t size;  // offsets: the last offset; indices: the exclusive upper bound they were checked against
+  int64_t size;  // offsets: the last offset; else the exclusive upper bound that the indices were checked against
   int64_t version, count;
   const void* data;
 };
@@ -30,7 +31,9 @@ struct Looked : c10::BackendMeta {
 // counter.
 bool is_known(const Tensor& t, Kind kind, int64_t size) {
   const auto* const seen = dynamic_cast<const Looked*>(t.unsafeGetTensorImpl()->get_backend_meta());
-  return seen != nullptr && seen->kind == kind && (kind == Kind::offsets ? seen->size == size : seen->size <= size) &&
+  if (seen == nullptr) return false;
+  const bool is_kind = seen->kind == kind || (kind == Kind::indices && seen->kind == Kind::permutation);
+  return is_kind && (kind == Kind::indices ? seen->size <= size : seen->size == size) &&
          seen->version == t._version() && seen->count == t.size(0) && seen->data == t.const_data_ptr();
 }
 
@@ -73,6 +76,24 @@ void expect_indices(const char* op, const char* what, const I* indices, int64_t 
   TORCH_CHECK_VALUE(false, op, ": expected ", what, " from 0 to ", size - 1, " at nonzero ", at, ", got ", indices[at]);
 }
 
+template <class I>
+void expect_permutation(const char* op, const I* order, int64_t count) {
+  std::vector<bool> seen(count);
+  for (int64_t p = 0; p < count; ++p) {
+    TORCH_CHECK_VALUE(!seen[order[p]], op, ": expected order to name every value once, got ", order[p],
+                      " again at nonzero ", p);
+    seen[order[p]] = true;
+  }
+}
+
+// Checks what with_data relies on. Sizes only on a CPU: those of traced tensors may be symbols.
+void expect_index_vector(const char* op, const char* what, const Tensor& t, int64_t least) {
+  const bool is_index = t.scalar_type() == at::kInt || t.scalar_type() == at::kLong;
+  TORCH_CHECK_VALUE(t.layout() == at::kStrided && t.dim() == 1 && is_index && (!t.is_cpu() || t.size(0) >= least), op,
+                    ": expected ", what, " of one dimension with at least ", least,
+                    " elements, in Int or Long, got shape ", t.sym_sizes(), " in ", t.scalar_type(), ", ", t.layout());
+}
+
 template <class F>
 void with_data(const Tensor& indices, const F& f) {
   const Tensor whole = indices.contiguous();
@@ -90,13 +111,25 @@ bool has_data(const Tensor& indices) {
 }
 
 void validate_offsets(const char* op, const Tensor& offsets, int64_t nonzeros, const char* what) {
+  expect_index_vector(op, "offsets", offsets, 1);
   if (!offsets.is_cpu() || is_known(offsets, Kind::offsets, nonzeros)) return;
   with_data(offsets, [&](const auto* data) { expect_offsets(op, data, offsets.size(0) - 1, nonzeros, what); });
 }
 
 void validate_indices(const char* op, const char* what, const Tensor& indices, int64_t size) {
+  expect_index_vector(op, what, indices, 0);
   if (!indices.is_cpu() || is_known(indices, Kind::indices, size)) return;
   with_data(indices, [&](const auto* data) { expect_indices(op, what, data, indices.size(0), size); });
+}
+
+void validate_order(const char* op, const Tensor& order, int64_t nonzeros) {
+  expect_index_vector(op, "order", order, 0);
+  if (!order.is_cpu() || is_known(order, Kind::permutation, nonzeros)) return;
+  TORCH_CHECK_VALUE(order.size(0) == nonzeros, op, ": expected order of ", nonzeros, " values, got ", order.size(0));
+  with_data(order, [&](const auto* data) {
+    expect_indices(op, "order", data, nonzeros, nonzeros);
+    expect_permutation(op, data, nonzeros);
+  });
 }
 
 Pattern readable(const char* op, const Pattern& p, int64_t columns) {
@@ -104,7 +137,7 @@ Pattern readable(const char* op, const Pattern& p, int64_t columns) {
   if (!p.crow.is_cpu()) return whole;
   validate_offsets(op, whole.crow, whole.nonzeros());
   validate_indices(op, "columns", whole.col, columns);
-  if (whole.order.defined()) validate_indices(op, "order", whole.order, whole.nonzeros());
+  if (whole.order.defined()) validate_order(op, whole.order, whole.nonzeros());
   return whole;
 }
 
@@ -122,7 +155,7 @@ void trust_indices(const Tensor& crow, const Tensor& col, const OptionalTensor& 
   };
   keep(p.crow, Kind::offsets, p.nonzeros());
   keep(p.col, Kind::indices, columns);
-  if (p.order.defined()) keep(p.order, Kind::indices, p.nonzeros());
+  if (p.order.defined()) keep(p.order, Kind::permutation, p.nonzeros());
 }
 
 }  // namespace matmuls

@@ -20,6 +20,8 @@ bool has_data(const at::Tensor& indices);
 void validate_offsets(const char* op, const at::Tensor& offsets, int64_t nonzeros, const char* what = "columns");
 // Raises ValueError unless every index lies in [0, size).
 void validate_indices(const char* op, const char* what, const at::Tensor& indices, int64_t size);
+// Raises ValueError unless `order` names each of the values [0, nonzeros) once: results are written through it.
+void validate_order(const char* op, const at::Tensor& order, int64_t nonzeros);
 
 // The pattern with contiguous indices, as kernels read them, without the transposed matrix. On the CPU, raises
 // ValueError if offsets, columns or order are invalid.

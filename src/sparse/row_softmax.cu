@@ -263,7 +263,7 @@ MATMULS_OPERATOR(CsrSoftmaxBackwardOp, "custom_mm::csr_softmax_backward", "",
 
 void validate(const char* op, const Tensor& crow, const Tensor& order, int64_t nonzeros) {
   validate_offsets(op, crow, nonzeros, "nonzeros");
-  if (order.defined()) validate_indices(op, "order", order, nonzeros);
+  if (order.defined()) validate_order(op, order, nonzeros);
 }
 
 template <void run(const SparseSoftmaxCall&)>

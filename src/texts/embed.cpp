@@ -72,6 +72,8 @@ Tensor embed(const Tensor& ids, const Tensor& words, const Tensor& position_ids,
              double eps) {
   TORCH_CHECK(words.dim() == 2 && is_real(words.scalar_type()), kEmbed,
               ": expected words [V, D] in a floating-point dtype, got ", words.sizes(), " in ", words.scalar_type());
+  expect_memory(kEmbed, "words", words);
+  expect_memory(kEmbed, "ids", ids);
   TORCH_CHECK(ids.device() == words.device(), kEmbed, ": expected ids on ", words.device(), ", got ", ids.device());
   texts::Embedding e{};
   e.tables[0] = {parameter("words", words, words, 2), indices("ids", ids, ids), words.size(0)};

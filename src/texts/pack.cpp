@@ -5,6 +5,7 @@
 #include <ATen/ops/ne.h>
 
 #include <cstring>
+#include <limits>
 #ifdef MATMULS_CUDA
 #include <c10/cuda/CUDAGuard.h>
 #endif
@@ -19,6 +20,7 @@ constexpr const char *kPack = "pack_padded", *kUnpack = "unpack_padded";
 texts::Strided strided(const char* name, const Tensor& t, const Tensor& ids) {
   TORCH_CHECK(t.dim() == 2 && t.sizes() == ids.sizes() && t.device() == ids.device(), kPack, ": expected ", name,
               " of input_ids' shape ", ids.sizes(), " on ", ids.device(), ", got ", t.sizes(), " on ", t.device());
+  expect_memory(kPack, name, t);
   return {t.const_data_ptr(), t.stride(0), t.stride(1)};
 }
 
@@ -53,6 +55,7 @@ void pack_padded(const Tensor& ids, const OptionalTensor& mask, const OptionalTe
                  const Tensor& starts) {
   TORCH_CHECK(ids.dim() == 2 && ids.scalar_type() == at::kLong && ids.numel() > 0, kPack,
               ": expected input_ids [B, S] in Long, not empty, got ", ids.sizes(), " in ", ids.scalar_type());
+  expect_memory(kPack, "input_ids", ids);
   TORCH_CHECK(!types || types->scalar_type() == at::kLong, kPack, ": expected token_type_ids in Long, got ",
               types->scalar_type());
 #ifdef MATMULS_CUDA
@@ -90,8 +93,10 @@ void pack_padded(const Tensor& ids, const OptionalTensor& mask, const OptionalTe
 
 Tensor unpack_padded(const Tensor& states, const Tensor& place, int64_t batch, int64_t length) {
   const int64_t width = states.dim() == 2 ? states.size(1) : 0;
-  TORCH_CHECK(states.is_contiguous() && width > 0 && batch > 0 && length > 0, kUnpack,
-              ": expected contiguous states [T, width] and positive sizes, got ", states.sizes(), " in ",
+  expect_memory(kUnpack, "states", states);
+  TORCH_CHECK(states.is_contiguous() && width > 0 && batch > 0 && length > 0 &&
+                  batch <= std::numeric_limits<int32_t>::max() / length && !states.is_conj() && !states.is_neg(),
+              kUnpack, ": expected contiguous states [T, width] and positive sizes, got ", states.sizes(), " in ",
               states.scalar_type(), ", batch ", batch, " and length ", length);
   const int32_t* at = target<int32_t>(kUnpack, "place", place, states.device(), batch * length);
   const Tensor out = at::empty({batch, length, width}, states.options());
@@ -105,6 +110,9 @@ Tensor unpack_padded(const Tensor& states, const Tensor& place, int64_t batch, i
   const size_t bytes = width * states.element_size();
   const auto* from = static_cast<const char*>(states.const_data_ptr());
   auto* to = static_cast<char*>(out.mutable_data_ptr());
+  for (int64_t row = 0; row < batch * length; ++row)
+    TORCH_CHECK_INDEX(at[row] >= -1 && at[row] < states.size(0), kUnpack, ": expected places from -1 to ",
+                      states.size(0) - 1, ", got ", at[row], " at ", row);
   for (int64_t row = 0; row < batch * length; ++row, to += bytes)
     at[row] < 0 ? std::memset(to, 0, bytes) : std::memcpy(to, from + at[row] * bytes, bytes);
   return out;

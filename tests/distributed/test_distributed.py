@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 
-from common import peer_checks
+from common import disagreements, peer_checks
 from common.distributed_checks import CHECKS, GPU_CHECKS, check_a_graph_network, check_values
 from common.distributed_processes import (
     LOST_SECONDS,
@@ -26,14 +26,17 @@ from matmuls.distributed.peers import SHARES
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
+ON_CPUS = [*CHECKS, *disagreements.CHECKS]
+
+
 @pytest.fixture(scope="module", params=[2, 3, 4])
 def on_cpus(request, tmp_path_factory):
     """The errors of every check; the processes are started once for each number of them."""
     world = request.param
-    return world, once(tmp_path_factory, f"gloo{world}", lambda: run_checks(world, CHECKS))
+    return world, once(tmp_path_factory, f"gloo{world}", lambda: run_checks(world, ON_CPUS))
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
+@pytest.mark.parametrize("check", ON_CPUS, ids=lambda check: check.__name__.removeprefix("check_"))
 def test_on_every_rank(on_cpus, check):
     world, answers = on_cpus
     expect_no_errors(answers, check, world)
@@ -82,7 +85,7 @@ def test_a_backward_pass_after_other_values_is_refused():
     close(x.grad, 2 * a.to_dense().T @ torch.ones(9, 4, dtype=torch.float64))
 
 
-ON_GPUS = [*CHECKS, *GPU_CHECKS, *peer_checks.CHECKS]
+ON_GPUS = [*CHECKS, disagreements.check_complex, *GPU_CHECKS, *peer_checks.CHECKS]
 
 
 @pytest.fixture(scope="module", params=[2, 4])

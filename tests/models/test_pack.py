@@ -1,4 +1,4 @@
-"""pack_padded on a GPU: what it gives on a CPU, for more tokens than a block has threads."""
+"""pack_padded on a GPU: what it gives on a CPU, for more tokens than a block has threads; and malformed arguments."""
 
 import pytest
 import torch
@@ -32,3 +32,37 @@ def test_as_on_a_cpu(batch, length, masked, padding):
         found = packed(ids.cuda(), None if mask is None else mask.cuda(), types.cuda(), padding, extra)
         for one, other in zip(found, right, strict=True):
             assert torch.equal(one.cpu(), other)
+
+
+STATES, PLACE = torch.arange(8.0).view(4, 2), torch.tensor([0, -1, 3, 1], dtype=torch.int32)
+WRONG = {
+    "beyond": (STATES, PLACE + 1, 2, 2),
+    "before": (STATES, PLACE - 1, 2, 2),
+    "long": (STATES, PLACE.long(), 2, 2),
+    "short": (STATES, PLACE, 3, 2),
+    "overflow": (STATES, PLACE, 2**62, 4),
+    "negative": (STATES, PLACE, -2, -2),
+    "a vector": (STATES[0], PLACE, 2, 2),
+    "strided": (STATES.mT.contiguous().mT, PLACE, 2, 2),
+    "strided places": (STATES, PLACE.repeat_interleave(2)[::2], 2, 2),
+    "sparse": (STATES.to_sparse(), PLACE, 2, 2),
+    "sparse places": (STATES, PLACE.to_sparse(), 2, 2),
+    "meta": (STATES.to("meta"), PLACE.to("meta"), 2, 2),
+    "conjugate": (torch.complex(STATES, STATES).conj(), PLACE, 2, 2),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_malformed_packed_states_are_refused(name):
+    assert _C.unpack_padded(STATES, PLACE, 2, 2).tolist() == [[[0, 1], [0, 0]], [[6, 7], [2, 3]]]
+    with pytest.raises((RuntimeError, IndexError), match="unpack_padded: expected"):
+        _C.unpack_padded(*WRONG[name])
+
+
+def test_meta_tensors_are_not_packed():
+    ids = torch.ones(2, 3, dtype=torch.int64, device="meta")
+    with pytest.raises(RuntimeError, match="pack_padded: expected input_ids to be a dense tensor on a CPU or GPU"):
+        packed(ids, None, ids, -1, 0)
+    rows, vector = torch.ones(4, 2, device="meta"), torch.ones(2, device="meta")
+    with pytest.raises(RuntimeError, match="embed: expected words to be a dense tensor"):
+        _C.embed(ids, rows, ids, rows, None, rows, vector, vector, 1e-5)

@@ -62,7 +62,9 @@ MAY_IMPORT = {
     "sparse.pickled": {f"sparse.{m}" for m in ("csr_pattern", "plan", "prepared", "selector")},
     "sparse.chunks": set(),
     "sparse.reordered": {"sparse.chunks"},
-    "sparse.csr_pattern": {"blocks", "custom_mm", "sparse.chunks", "sparse.reordered"},
+    "sparse.csr_pattern": {"blocks", "custom_mm", "sparse.chunks", "sparse.loaded", "sparse.reordered"},
+    # at the first load of a plan
+    "sparse.loaded": {f"sparse.{m}" for m in ("csr_pattern", "plan", "prepared", "selector")},
     "sparse.prepared": {"custom_mm", "sparse.csr_pattern"},
     "sparse.smem_tiles": {"device", "sparse.csr_pattern"},
     "sparse.packed_mma": {"sparse.csr_pattern"},
@@ -79,9 +81,9 @@ MAY_IMPORT = {
     | {f"sparse.{m}" for m in ("csr_pattern", "default_spmm", "layouts", "names", "prepared", "race", "select")}
     | {"sparse.smem_tiles"},
     "sparse.dtensor": {"sparse.plan"},  # to type checkers
-    "sparse.spgemm": {"sparse.csr_pattern", "sparse.foreign"},
+    "sparse.spgemm": {"custom_mm", "sparse.csr_pattern", "sparse.foreign"},
     "sparse.plan": {"registration"}
-    | {f"sparse.{m}" for m in ("csr_pattern", "default_spmm", "described", "dtensor", "foreign", "prepared")}
+    | {f"sparse.{m}" for m in ("csr_pattern", "default_spmm", "described", "dtensor", "foreign", "loaded", "prepared")}
     | {f"sparse.{m}" for m in ("selector", "spgemm")},
     "sparse.triangular": {"registration", "sparse.csr_pattern", "sparse.spgemm"},
     "sparse.solve_plan": {
@@ -92,14 +94,19 @@ MAY_IMPORT = {
     "sparse.ops": {"custom_mm", "dense", "registration"}
     | {f"sparse.{m}" for m in ("csr_pattern", "default_spmm", "foreign", "plan", "prepared")},
     "distributed": {f"distributed.{m}" for m in ("plans", "sharding", "splits", "styles")},
-    "distributed.group": set(),
+    "distributed.agreement": {
+        "sparse.plan",
+        "distributed.exchange",
+        "distributed.group",
+    },  # the others to type checkers
+    "distributed.group": {"distributed.agreement"},
     "distributed.part": {"custom_mm"}
     | {f"sparse.{m}" for m in ("csr_pattern", "default_spmm", "names", "plan", "selector")},
     "distributed.peers": {"custom_mm", "distributed.group"},
     "distributed.exchange": {"distributed"} | {f"distributed.{m}" for m in ("group", "part", "peers")},
     "distributed.repeat": {"custom_mm", "distributed.exchange", "distributed.part"},
     "distributed.plans": {"custom_mm", "registration", "sparse.csr_pattern", "sparse.plan"}
-    | {f"distributed.{m}" for m in ("exchange", "group", "part", "repeat")},
+    | {f"distributed.{m}" for m in ("agreement", "exchange", "group", "part", "repeat")},
     "distributed.sharding": {"blocks", "masked"},
     "distributed.splits": {"distributed.group"},
     "distributed.styles": {"distributed.group", "distributed.sharding", "masked", "nn"},

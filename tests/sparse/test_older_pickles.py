@@ -48,7 +48,7 @@ def test_what_older_pickles_knew_is_kept(stored):
     assert plans["csc"]._selector.constant
     assert plans["csc"]._selector.products == 7
     assert plans["csr"]._pattern.chunks(32, 64).begins.dtype == torch.int32
-    assert plans["mesh"]._pattern.reordered(16, 64).place.shape == (plans["mesh"].nnz,)
+    assert not plans["mesh"]._pattern._reordered  # a layout of a pickle is not trusted
     assert (plans["bsr"]._pattern.blocks.height, plans["bsr"]._pattern.blocks.pattern.rows) == (16, 2)
     plans["csr"].update(2 * plans["csr"].values)
     torch.testing.assert_close(plans["csr"] @ b, 2 * dense @ b)

@@ -123,21 +123,6 @@ Tensor csr_reads(const Tensor& crow, const Tensor& col, c10::SymInt columns, int
   return found;
 }
 
-// Raises ValueError on the CPU unless order names every row once; only then do the moved rows have as many nonzeros as
-// A.
-void validate_order(const Tensor& order, int64_t rows) {
-  if (!order.is_cpu()) return;
-  validate_indices(kReorderOp, "the order", order, rows);
-  const Tensor whole = order.contiguous();
-  const int* const row = whole.const_data_ptr<int>();
-  std::vector<bool> seen(rows);
-  for (int64_t i = 0; i < rows; ++i) {
-    TORCH_CHECK_VALUE(!seen[row[i]], kReorderOp, ": expected an order that names every row once, got row ", row[i],
-                      " twice");
-    seen[row[i]] = true;
-  }
-}
-
 template <decltype(move_rows_on_cpu) move>
 Moved csr_reorder(const Tensor& crow, const Tensor& col, const Tensor& order) {
   const Pattern p = pattern_of(crow, col, {});
@@ -150,7 +135,7 @@ Moved csr_reorder(const Tensor& crow, const Tensor& col, const Tensor& order) {
              at::empty_symint(col.sym_sizes(), col.options())};
   if constexpr (move == move_nothing) return made;
   validate_offsets(kReorderOp, crow, p.nonzeros());
-  validate_order(order, p.rows());
+  validate_order(kReorderOp, order, p.rows());  // else the moved rows have not as many nonzeros as A
   if (p.rows() == 0) return made;
   const auto& [new_crow, new_col, place] = made;
   Tensor ends = new_crow.narrow(0, 1, p.rows());

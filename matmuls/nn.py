@@ -1,5 +1,6 @@
 """nn.Modules around the operations: parameters and one call."""
 
+import threading
 import warnings
 from typing import Any
 
@@ -8,13 +9,15 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from custom_mm.arguments import clearer
-from custom_mm.indices import version_of
+from custom_mm.indices import place_of, version_of
 
 from . import inplace
 from .masked import MaskPlan, masked_ffn, masked_linear
 from .sparse import SparsePlan, plan_of
 
 __all__ = ["InplaceLinear", "MaskedFFN", "MaskedLinear", "SparseLinear"]
+
+_planning = threading.Lock()  # of plans of SparseLinear: a plan is made of what `freeze` sets step by step
 
 
 class InplaceLinear(nn.Linear):
@@ -341,8 +344,9 @@ class SparseLinear(nn.Module):
     def _drop_plan(self) -> None:
         """Drop the plan; the next product makes a new one. A plan that a captured graph reads is kept as long as the
         module."""
-        if self._plan is not None and self._plan[3]._is_captured:
-            self._captured = (*self._captured, self._plan[3])
+        known = self._plan
+        if known is not None and known[3]._is_captured:
+            self._captured = (*self._captured, known[3])
         self._plan = None
 
     def freeze(self) -> "SparseLinear":
@@ -353,24 +357,27 @@ class SparseLinear(nn.Module):
         so are loaded states. After other writes (through `.data`, by a replayed CUDA graph) call `freeze` again. The
         promise ends with `unfreeze()`, or when values require a gradient again.
         """
-        self._is_frozen = True
-        self._drop_plan()
-        for parameter in (self.values, self.bias):
-            if parameter is not None:
-                parameter.requires_grad_(False)
-        return self
+        return self._freeze(True)
 
     def unfreeze(self) -> "SparseLinear":
         """Ends `freeze`: values and bias require a gradient, and every product reads the values. Returns the module."""
-        self._is_frozen = False
-        self._drop_plan()
-        for parameter in (self.values, self.bias):
-            if parameter is not None:
-                parameter.requires_grad_(True)
+        return self._freeze(False)
+
+    def _freeze(self, frozen: bool) -> "SparseLinear":
+        with _planning:
+            for parameter in (self.values, self.bias):
+                if parameter is not None:
+                    parameter.requires_grad_(not frozen)
+            self._is_frozen = frozen
+            self._drop_plan()
         return self
 
     def plan(self) -> SparsePlan:
         """The weight's `SparsePlan`. A new one is made if the pattern was written to or moved."""
+        with _planning:
+            return self._current_plan()
+
+    def _current_plan(self) -> SparsePlan:
         values = self.values
         if self._is_frozen and values.requires_grad:
             # About to be trained, perhaps by an optimizer that does not increment versions.
@@ -380,7 +387,7 @@ class SparseLinear(nn.Module):
         assert offsets is not None
         assert columns is not None
         known = self._plan
-        state = offsets.data_ptr(), version_of(offsets), columns.data_ptr(), version_of(columns)
+        state = version_of(offsets), version_of(columns), place_of(offsets), place_of(columns)
         if known is None or known[0] is not offsets or known[1] is not columns or known[2] != state:
             shared = not columns.is_inference()  # writes to inference tensors cannot be detected
             made = plan_of("plan", self._as_csr(), shared=shared, constant=self._is_frozen).update(values)

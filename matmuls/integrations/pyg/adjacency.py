@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from custom_mm.indices import check_entries, version_of
+from custom_mm.indices import check_entries, place_of, version_of
 from matmuls.sparse import plan, spmm
 from matmuls.sparse.csr_pattern import INT32_MAX, CsrPattern, for_every_stream, from_entries, untransformed
 from matmuls.sparse.plan import REAL, SparsePlan
@@ -22,8 +22,8 @@ SETTLED = 8  # products with the same values, after which a plan may measure ker
 class _Kept:
     """A plan of values that stay as they are, and how often it was taken."""
 
-    def __init__(self, pattern: CsrPattern, values: Tensor, version: int = 0) -> None:
-        self.version, self._taken = version, 0
+    def __init__(self, pattern: CsrPattern, values: Tensor, state: Any = None) -> None:
+        self.state, self._taken = state, 0
         self._plan = SparsePlan(pattern, values, (pattern.rows, pattern.columns))
 
     def plan(self) -> SparsePlan:
@@ -81,21 +81,22 @@ class Adjacency:
     def _of_weights(self, weight: Tensor, dtype: torch.dtype) -> SparsePlan:
         """The plan of weights in the order of the edges, with gradients to them."""
         s, version = self._by_edges, version_of(weight)
+        state = version, place_of(weight)
         if weight.requires_grad or weight.dtype != dtype or version < 0:
             return SparsePlan(s, weight.reshape(-1).to(dtype), (s.rows, s.columns))
         kept = self._weighted.get(weight)  # type: ignore[no-untyped-call]
-        if kept is None or kept.version != version:
+        if kept is None or kept.state != state:
             with torch.inference_mode(False), untransformed():
                 values = s.by_rows(weight.detach().reshape(-1)).contiguous()
             for_every_stream(values)
-            kept = self._weighted[weight] = _Kept(self._by_rows, values, version)
+            kept = self._weighted[weight] = _Kept(self._by_rows, values, state)
         made: SparsePlan = kept.plan()
         return made
 
 
-def state_of_edges(edges: Tensor) -> tuple[int, int, torch.Size]:
+def state_of_edges(edges: Tensor) -> tuple[Any, ...]:
     """Changes when edges are written to or replaced, as far as torch counts it."""
-    return version_of(edges), edges.data_ptr(), edges.shape
+    return version_of(edges), place_of(edges)
 
 
 class _Graph:

@@ -263,7 +263,6 @@ PYBIND11_MODULE(_C, m) {
   define_peer_rows(m);
 #endif
   matmuls::define_unchanged(m);
-  m.def("note_kernels_off", [](int64_t number) { matmuls::kernels_off = number; }, py::arg("number"));
   m.def("embed", matmuls::embed, py::arg("ids"), py::arg("words"), py::arg("position_ids"), py::arg("positions"),
         py::arg("type_ids"), py::arg("types"), py::arg("weight"), py::arg("bias"), py::arg("eps"));
   m.def("pack_padded", matmuls::pack_padded, py::arg("input_ids"), py::arg("mask"), py::arg("token_type_ids"),

@@ -64,6 +64,7 @@ void define_unchanged(py::module_& m) {
   }));
   m.def("unchanged", unchanged, py::arg("items"), py::arg("sizes"), py::arg("types"), py::arg("places"),
         py::arg("states"));
+  m.def("note_kernels_off", [](int64_t number) { kernels_off = number; }, py::arg("number"));
   m.def("switches", [] {
     const Switches now = Switches::now();
     return py::bytes(reinterpret_cast<const char*>(now.words.data()), sizeof(now.words));

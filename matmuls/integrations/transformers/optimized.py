@@ -161,10 +161,7 @@ def optimize(
     _install_layers(plans, handle)
     _install_models(model, handle, unpad, cuda_graphs)
     _name_the_rest(model, handle, [layer for _, layer, plan in plans if plan == ALREADY or _is_ours(layer)])
-    slow = {str(p.dtype) for layer in handle.layers.values() for p in layer.parameters() if _is_emulated(p)}
-    if slow:
-        why = f"which has no instructions for {' and '.join(sorted(slow))}: products are several times slower"
-        warnings.warn(f"optimize: expected float32 on this CPU, {why}", stacklevel=2)
+    _warn_of_emulation(handle)
     if not handle.layers:
         warnings.warn(_why_nothing(model, handle, [plan for _, _, plan in plans]), stacklevel=2)
     return handle
@@ -177,6 +174,13 @@ def _is_emulated(p: Tensor) -> bool:
     if p.device.type != "cpu" or p.dtype not in known:
         return False
     return not (torch.backends.mkldnn.is_available() and getattr(torch.ops.mkldnn, known[p.dtype])())
+
+
+def _warn_of_emulation(handle: Optimized) -> None:
+    slow = {str(p.dtype) for layer in handle.layers.values() for p in layer.parameters() if _is_emulated(p)}
+    if slow:
+        why = f"which has no instructions for {' and '.join(sorted(slow))}: products are several times slower"
+        warnings.warn(f"optimize: expected float32 on this CPU, {why}", stacklevel=3)
 
 
 def _in_int8(plan: _Plan | str) -> _Plan | str:

@@ -352,10 +352,23 @@ def forget_recordings() -> None:
 def replays() -> int:
     """The number of calls that were repeated from a recording. In a build with CUDA."""
 
-def unchanged(items: list[Any], sizes: list[Any], types: list[Any], addresses: list[Any]) -> bool:
+class TensorStates:
+    """Tensors as they are apart from their numbers: address, sizes, strides, dtype, device and dispatch keys. It does
+    not keep them alive."""
+
+    def __init__(self, tensors: list[Tensor]) -> None: ...
+
+def unchanged(items: list[Any], sizes: list[Any], types: list[Any], places: list[Any], states: TensorStates) -> bool:
     """True if dictionaries, classes, objects and tensors are as they were. items: [dictionary or class, key, value,
     ...], None for an absent one, the same objects or equal; sizes: [dictionary, size, ...]; types: [object, class,
-    ...]; addresses: [dictionary, key, address of the tensor, ...]."""
+    ...]; places: [dictionary, key, ...] of tensors with these states."""
+
+def switches() -> bytes:
+    """The switches of torch and of this package by which kernels are chosen, as they are now: equal bytes for equal
+    switches."""
+
+def note_kernels_off(number: int) -> None:
+    """Says the number of the set of kernels that is off now; 0: none."""
 
 def embed(
     ids: Tensor,

@@ -15,6 +15,11 @@ def version_of(t: torch.Tensor) -> int:
     return -1 if t.is_inference() else t._version
 
 
+def place_of(t: torch.Tensor) -> tuple[Any, ...]:
+    """Where and how t's elements lie in memory, which changes if `.data` is assigned."""
+    return t.data_ptr(), t.dtype, t.shape, t.stride()
+
+
 class Facts(NamedTuple):
     """Facts about the indices of a CSR matrix (or CSC, with rows and columns exchanged)."""
 
@@ -114,8 +119,8 @@ def check_parts(
     if offsets.dtype != indices.dtype:
         raise ValueError(f"{name}: expected offsets in {indices.dtype} as indices are, got {offsets.dtype}")
     versions = version_of(offsets), version_of(indices)
-    addresses = offsets.data_ptr(), indices.data_ptr()  # these change if .data is assigned
-    asked: tuple[Any, ...] = (layout, rows, columns, height, width, *versions, *addresses)
+    places = place_of(offsets), place_of(indices)
+    asked: tuple[Any, ...] = (layout, rows, columns, height, width, versions, places)
     seen = _known.get(indices, {})  # type: ignore[no-untyped-call]
     entry = seen.get(layout)
     if entry is not None and entry[0]() is offsets and entry[1] == asked:

@@ -21,6 +21,7 @@ FAMILIES: dict[str, Family] = {
     "products in place": Family(tuple(_C.inplace_kernels()), _C.switch_off_inplace_kernels),
 }
 _off: frozenset[str] = frozenset()
+_numbers = {_off: 0}  # of each set that has been off, by which C++ compares them
 
 
 def is_off(name: str) -> bool:
@@ -34,6 +35,7 @@ def is_any_off() -> bool:
 def _set(names: frozenset[str]) -> None:
     global _off
     _off = names
+    _C.note_kernels_off(_numbers.setdefault(names, len(_numbers)))
     for family in FAMILIES.values():
         if family.set_off is not None:
             family.set_off([name for name in family.kernels if name in names])

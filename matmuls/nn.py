@@ -1,5 +1,6 @@
 """nn.Modules around the operations: parameters and one call."""
 
+import threading
 import warnings
 from contextlib import nullcontext
 from typing import Any
@@ -10,7 +11,7 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.compiler import is_compiling
 
 from custom_mm.arguments import clearer
-from custom_mm.indices import version_of
+from custom_mm.indices import place_of, version_of
 
 from . import inplace
 from .masked import MaskPlan, masked_ffn, masked_linear
@@ -19,6 +20,8 @@ from .sparse.csr_pattern import untransformed
 from .sparse.stacked import Stacked, unwrapped
 
 __all__ = ["InplaceLinear", "MaskedFFN", "MaskedLinear", "SparseLinear"]
+
+_planning = threading.Lock()  # of plans of SparseLinear: a plan is made of what `freeze` sets step by step
 
 
 class InplaceLinear(nn.Linear):
@@ -345,8 +348,9 @@ class SparseLinear(nn.Module):
     def _drop_plan(self) -> None:
         """Drop the plan; the next product makes a new one. A plan that a captured graph reads is kept as long as the
         module."""
-        if self._plan is not None and self._plan[3]._is_captured:
-            self._captured = (*self._captured, self._plan[3])
+        known = self._plan
+        if known is not None and known[3]._is_captured:
+            self._captured = (*self._captured, known[3])
         self._plan = None
 
     def freeze(self) -> "SparseLinear":
@@ -357,24 +361,27 @@ class SparseLinear(nn.Module):
         so are loaded states. After other writes (through `.data`, by a replayed CUDA graph) call `freeze` again. The
         promise ends with `unfreeze()`, or when values require a gradient again.
         """
-        self._is_frozen = True
-        self._drop_plan()
-        for parameter in (self.values, self.bias):
-            if parameter is not None:
-                parameter.requires_grad_(False)
-        return self
+        return self._freeze(True)
 
     def unfreeze(self) -> "SparseLinear":
         """Ends `freeze`: values and bias require a gradient, and every product reads the values. Returns the module."""
-        self._is_frozen = False
-        self._drop_plan()
-        for parameter in (self.values, self.bias):
-            if parameter is not None:
-                parameter.requires_grad_(True)
+        return self._freeze(False)
+
+    def _freeze(self, frozen: bool) -> "SparseLinear":
+        with _planning:
+            for parameter in (self.values, self.bias):
+                if parameter is not None:
+                    parameter.requires_grad_(not frozen)
+            self._is_frozen = frozen
+            self._drop_plan()
         return self
 
     def plan(self) -> SparsePlan:
         """The weight's `SparsePlan`. A new one is made if the pattern was written to or moved."""
+        with _planning:
+            return self._current_plan()
+
+    def _current_plan(self) -> SparsePlan:
         values = self.values
         if self._is_frozen and values.requires_grad:
             # About to be trained, perhaps by an optimizer that does not increment versions.
@@ -383,7 +390,7 @@ class SparseLinear(nn.Module):
         known, transformed = self._plan, not is_compiling() and peek_interpreter_stack() is not None
         stacks = [unwrapped(t) if transformed else Stacked(t, ()) for t in (self.offsets, self.columns)]
         offsets, columns = (stack.base for stack in stacks)
-        state = [(t.data_ptr(), version_of(t), dims) for t, dims in stacks]
+        state = [(version_of(t), place_of(t), dims) for t, dims in stacks]
         if known is None or known[0] is not offsets or known[1] is not columns or known[2] != state:
             shared = not columns.is_inference()  # writes to inference tensors cannot be detected
             with untransformed() if transformed else nullcontext():

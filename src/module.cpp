@@ -267,7 +267,7 @@ PYBIND11_MODULE(_C, m) {
   matmuls::define_replay(m);
   define_peer_rows(m);
 #endif
-  m.def("unchanged", matmuls::unchanged, py::arg("items"), py::arg("sizes"), py::arg("types"), py::arg("addresses"));
+  matmuls::define_unchanged(m);
   m.def("embed", matmuls::embed, py::arg("ids"), py::arg("words"), py::arg("position_ids"), py::arg("positions"),
         py::arg("type_ids"), py::arg("types"), py::arg("weight"), py::arg("bias"), py::arg("eps"));
   m.def("pack_padded", matmuls::pack_padded, py::arg("input_ids"), py::arg("mask"), py::arg("token_type_ids"),

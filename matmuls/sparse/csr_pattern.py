@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils.weak import WeakIdKeyDictionary
 
 from custom_mm import _C
-from custom_mm.indices import Check, check_entries, expect_justified, version_of
+from custom_mm.indices import Check, check_entries, expect_justified, place_of, version_of
 
 from ..blocks import KERNEL_SIZES
 from .chunks import Chunks, chunks_of
@@ -456,7 +456,7 @@ def pattern_of(name: str, a: torch.Tensor, wait: bool = True, copied: bool = Fal
     if not isinstance(a, torch.Tensor):
         raise TypeError(f"{name}: expected a sparse tensor or a plan, got {type(a).__name__}")
     offsets, inner = _indices_of(name, a)
-    key = offsets.data_ptr(), inner.data_ptr(), version_of(offsets), version_of(inner), a._nnz()
+    key = version_of(offsets), version_of(inner), place_of(offsets), place_of(inner)
     entry = _known.get(a)  # type: ignore[no-untyped-call]  # it keeps the indices alive, so no others have their address
     if entry is not None and entry[0] == key and entry[1].is_checked:  # else another thread's check runs on its stream
         pattern = entry[1]
@@ -467,7 +467,7 @@ def pattern_of(name: str, a: torch.Tensor, wait: bool = True, copied: bool = Fal
         coo = a.layout == torch.sparse_coo
         with torch.inference_mode(False):  # a gradient may be recorded later
             pattern = _from_coo(name, a) if coo else _from_compressed(name, a, offsets, inner, wait, copied)
-        if -1 not in key[2:4]:  # writes to inference tensors cannot be detected
+        if -1 not in key[:2]:  # writes to inference tensors cannot be detected
             _known[a] = key, pattern, offsets, inner
     return pattern, values_of(a)
 

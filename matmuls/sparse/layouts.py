@@ -8,7 +8,7 @@ from weakref import WeakSet
 
 import torch
 
-from custom_mm.indices import version_of
+from custom_mm.indices import place_of, version_of
 
 from ..device import capability, takes_tf32
 from .csr_pattern import Blocks, CsrPattern, for_every_stream, is_capturing, synchronize
@@ -383,4 +383,4 @@ def takes_blocks(pattern: CsrPattern, dtype: torch.dtype, device: torch.device) 
 
 
 def _state(values: torch.Tensor) -> Any:
-    return values.data_ptr(), values.stride(), version_of(values), values.dtype
+    return place_of(values), version_of(values)

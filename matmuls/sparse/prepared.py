@@ -9,7 +9,6 @@ import torch
 
 from custom_mm import _C
 from custom_mm.indices import version_of
-from custom_mm.kernel_switch import is_any_off
 
 from .csr_pattern import CsrPattern, values_of
 
@@ -212,13 +211,13 @@ _of_tensors: dict[int, tuple[weakref.ref[torch.Tensor], _C.PreparedCalls]] = {}
 def repeat(a: object, b: torch.Tensor) -> torch.Tensor | None:
     """A @ b for a sparse tensor by a call that `record` prepared; None if there is none that still holds."""
     known = _of_tensors.get(id(a))
-    return None if known is None or known[0]() is not a or is_any_off() else known[1](b, a)
+    return None if known is None or known[0]() is not a else known[1](b, a)
 
 
 def record(a: object, op: PreparedOp, values: torch.Tensor, pattern: CsrPattern) -> None:
     """Prepare `op`, made of the values of a sparse CSR tensor, for the next b of the same shape. It reads the values
     anew, and holds until the indices are written to or replaced."""
-    if not isinstance(a, torch.Tensor) or a.layout != torch.sparse_csr or not op.reusable or is_any_off():
+    if not isinstance(a, torch.Tensor) or a.layout != torch.sparse_csr or not op.reusable:
         return
     known = _of_tensors.get(id(a))
     if known is None or known[0]() is not a:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from custom_mm import _C
-from custom_mm.indices import version_of
+from custom_mm.indices import place_of, version_of
 
 from .csr_pattern import is_transformed, relaxed_capture
 from .plan import Sparse, SparsePlan, plan_of
@@ -60,7 +60,7 @@ class SolvePlan:
     def _start(self) -> None:
         """Keep nothing yet."""
         self._ways = self.upper, self.transpose, self.unit_diagonal
-        self._seen: tuple[weakref.ref[torch.Tensor], tuple[int, int], PreparedCalls | None, int] | None = None
+        self._seen: tuple[weakref.ref[torch.Tensor], tuple[Any, ...], PreparedCalls | None, int] | None = None
         with torch.inference_mode(False):
             selector = self.a._selector
             constant = selector is not None and selector.constant
@@ -78,7 +78,7 @@ class SolvePlan:
             values = own.values if own.source is None else own.source
         if is_transformed() or _is_traced() or values.is_inference():
             return 0
-        state = (version_of(values), values.data_ptr()) if values.layout == torch.strided else state_of(values)
+        state = (version_of(values), place_of(values)) if values.layout == torch.strided else state_of(values)
         seen = self._seen
         if seen is None or seen[0]() is not values or seen[1] != state or seen[2] is not own:
             seen = self._seen = weakref.ref(values), state, own, next(_versions)

@@ -3,7 +3,6 @@
 // takes 2 us instead of 10 in Python, with a gradient too: the operator records it as always.
 #include "glue/prepared_calls.h"
 
-#include <ATen/Context.h>
 #include <ATen/SparseCsrTensorImpl.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -22,7 +21,7 @@
 #include <vector>
 
 #include "glue/autograd.h"
-#include "glue/batch_invariance.h"
+#include "glue/call_state.h"
 #include "glue/function_modes.h"
 #include "glue/handles.h"
 #include "glue/values_graph.h"
@@ -40,41 +39,28 @@ constexpr size_t kPassed = 4;  // tensors given again with each call, at most
 // State, apart from the arguments, that decides the path of a call through the dispatcher.
 struct Modes {
   c10::impl::LocalDispatchKeySet keys = c10::impl::tls_local_dispatch_key_set();
-  bool deterministic = at::globalContext().deterministicAlgorithms();
-  bool batch_invariant = is_batch_invariant();
+  Switches switches = Switches::now();
   bool recording = at::GradMode::is_enabled();
 
   bool operator==(const Modes& other) const {
     return keys.included_ == other.keys.included_ && keys.excluded_ == other.keys.excluded_ &&
-           deterministic == other.deterministic && batch_invariant == other.batch_invariant;
+           switches == other.switches;
   }
 };
 
 // A tensor as it was when the call was prepared.
 struct Seen {
   Tensor tensor;
-  const void* data;
+  TensorState state;
   int64_t version;
-  at::DimVector sizes, strides;
-  at::ScalarType dtype;
-  at::Device device;
   bool requires_grad;
 
-  explicit Seen(const Tensor& t)
-      : tensor(t),
-        data(t.const_data_ptr()),
-        version(t._version()),
-        sizes(t.sizes()),
-        strides(t.strides()),
-        dtype(t.scalar_type()),
-        device(t.device()),
-        requires_grad(t.requires_grad()) {}
-  // True if everything that Python's choice depends on is unchanged. The values may differ.
-  bool is_alike() const {
-    return tensor.sizes() == sizes && tensor.strides() == strides && tensor.scalar_type() == dtype &&
-           tensor.device() == device && tensor.requires_grad() == requires_grad;
+  explicit Seen(const Tensor& t) : tensor(t), state(t), version(t._version()), requires_grad(t.requires_grad()) {}
+  // True if everything that Python's choice depends on is unchanged. The values and their place may differ.
+  bool is_alike() const { return state.form.is_of(tensor) && tensor.requires_grad() == requires_grad; }
+  bool is_unchanged() const {
+    return tensor._version() == version && state.is_of(tensor) && tensor.requires_grad() == requires_grad;
   }
-  bool is_unchanged() const { return tensor._version() == version && tensor.const_data_ptr() == data && is_alike(); }
 };
 
 bool is_traced_or_transformed(const Tensor& t) {
@@ -136,10 +122,7 @@ struct Call {
   c10::OperatorHandle op;
   Stack arguments;
   size_t at;  // index of the open argument
-  c10::DispatchKeySet keys;
-  at::DimVector sizes, strides;
-  at::ScalarType dtype;
-  at::Device device;
+  TensorForm x;
   bool records_x, others_require_grad;
   Modes modes;
   Passed passed;
@@ -148,11 +131,10 @@ struct Call {
   bool of_rows, transposed;      // the operator takes the rows of x, or those transposed, and gives its result as well
   Tensor bias;                   // added to a transposed result; may be undefined
 
-  bool is_for(const Tensor& x, const Passed& given, const Modes& now) const {
+  bool is_for(const Tensor& other, const Passed& given, const Modes& now) const {
     const size_t first = matrix ? 1 : 0;
-    return x.key_set() == keys && x.sizes() == sizes && x.strides() == strides && x.scalar_type() == dtype &&
-           x.device() == device && std::equal(passed.begin() + first, passed.end(), given.begin() + first) &&
-           now == modes && (now.recording && x.requires_grad()) == records_x &&
+    return x.is_of(other) && std::equal(passed.begin() + first, passed.end(), given.begin() + first) && now == modes &&
+           (now.recording && other.requires_grad()) == records_x &&
            (!others_require_grad || now.recording == modes.recording);
   }
   bool is_unchanged() const {
@@ -231,11 +213,7 @@ class PreparedCalls {
     Call call{op,
               std::move(stack),
               at,
-              x.key_set(),
-              at::DimVector(x.sizes()),
-              at::DimVector(x.strides()),
-              x.scalar_type(),
-              x.device(),
+              TensorForm(x),
               modes.recording && x.requires_grad(),
               others_require_grad,
               modes,
@@ -292,7 +270,7 @@ class PreparedCalls {
         take(call, gone);
         return nullptr;
       }
-      return is_capturing(call->device) ? nullptr : &*call;
+      return is_capturing(call->x.device) ? nullptr : &*call;
     }
     return nullptr;
   }

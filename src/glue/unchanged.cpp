@@ -2,8 +2,8 @@
 #include "glue/unchanged.h"
 
 #include <c10/util/Exception.h>
-#include <torch/csrc/Dtype.h>
 #include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
 
 namespace matmuls {
 namespace {
@@ -36,27 +36,39 @@ bool is_equal(PyObject* a, PyObject* b) {
   return equal == 1;
 }
 
-bool is_in_place(PyObject* tensor, PyObject* address, PyObject* dtype, PyObject* elements) {
-  TORCH_CHECK(THPDtype_Check(dtype), "unchanged: expected a dtype after an address");
-  if (tensor == nullptr || !THPVariable_Check(tensor)) return false;
-  const at::Tensor& t = THPVariable_Unpack(tensor);
-  return t.const_data_ptr() == PyLong_AsVoidPtr(address) &&
-         t.scalar_type() == reinterpret_cast<THPDtype*>(dtype)->scalar_type && t.numel() == PyLong_AsLongLong(elements);
+bool is_in_place(PyObject* tensor, const TensorState& state) {
+  return tensor != nullptr && THPVariable_Check(tensor) && state.is_of(THPVariable_Unpack(tensor));
 }
 
 }  // namespace
 
-bool unchanged(const py::list& items, const py::list& sizes, const py::list& types, const py::list& addresses) {
-  const bool same =
-      all<5>(addresses, [](PyObject** at) { return is_in_place(found(at[0], at[1]), at[2], at[3], at[4]); }) &&
-      all<2>(sizes, [](PyObject** at) { return PyDict_Size(at[0]) == PyLong_AsSsize_t(at[1]); }) &&
-      all<2>(types, [](PyObject** at) { return reinterpret_cast<PyObject*>(Py_TYPE(at[0])) == at[1]; }) &&
-      all<3>(items, [](PyObject** at) {
-        PyObject* const value = found(at[0], at[1]);
-        return is_equal(value == nullptr ? Py_None : value, at[2]);
-      });
-  if (PyErr_Occurred()) throw py::error_already_set();  // of a size or an address that is no number
+bool unchanged(const py::list& items, const py::list& sizes, const py::list& types, const py::list& places,
+               const TensorStates& states) {
+  TORCH_CHECK(py::len(places) == 2 * states.all.size(), "unchanged: expected a state for each place, got ",
+              states.all.size(), " states and a list of ", py::len(places));
+  auto state = states.all.begin();
+  const bool same = all<2>(places, [&](PyObject** at) { return is_in_place(found(at[0], at[1]), *state++); }) &&
+                    all<2>(sizes, [](PyObject** at) { return PyDict_Size(at[0]) == PyLong_AsSsize_t(at[1]); }) &&
+                    all<2>(types, [](PyObject** at) { return reinterpret_cast<PyObject*>(Py_TYPE(at[0])) == at[1]; }) &&
+                    all<3>(items, [](PyObject** at) {
+                      PyObject* const value = found(at[0], at[1]);
+                      return is_equal(value == nullptr ? Py_None : value, at[2]);
+                    });
+  if (PyErr_Occurred()) throw py::error_already_set();  // of a size that is no number
   return same;
+}
+
+void define_unchanged(py::module_& m) {
+  py::class_<TensorStates>(m, "TensorStates").def(py::init([](const std::vector<at::Tensor>& tensors) {
+    return TensorStates{{tensors.begin(), tensors.end()}};
+  }));
+  m.def("unchanged", unchanged, py::arg("items"), py::arg("sizes"), py::arg("types"), py::arg("places"),
+        py::arg("states"));
+  m.def("note_kernels_off", [](int64_t number) { kernels_off = number; }, py::arg("number"));
+  m.def("switches", [] {
+    const Switches now = Switches::now();
+    return py::bytes(reinterpret_cast<const char*>(now.words.data()), sizeof(now.words));
+  });
 }
 
 }  // namespace matmuls

@@ -8,7 +8,6 @@
 #include "masked/replay.h"
 
 #ifdef MATMULS_CUDA
-#include <ATen/Context.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/SmallVector.h>
 #include <c10/util/irange.h>
@@ -19,7 +18,7 @@
 #include <mutex>
 #include <unordered_map>
 
-#include "glue/batch_invariance.h"
+#include "glue/call_state.h"
 #include "glue/handles.h"
 #include "gpu/second_stream.h"
 #include "masked/recording.h"
@@ -63,9 +62,7 @@ void push_results(Stack& stack, size_t arguments, const py::handle& results) {
 using Key = c10::SmallVector<int64_t, 128>;
 Key key_of(const Arguments& arguments) {
   Key key;
-  key.push_back(at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL) ==
-                at::Float32Precision::TF32);
-  key.push_back(is_batch_invariant());
+  for (const uint64_t word : Switches::now().words) key.push_back(static_cast<int64_t>(word));
   c10::SmallVector<const void*, 16> pointers;
   for (const c10::IValue& value : arguments) {
     if (value.isNone() || (value.isTensor() && !value.toTensor().defined())) {
@@ -77,12 +74,8 @@ Key key_of(const Arguments& arguments) {
           std::find(pointers.begin(), pointers.end(), pointer) - pointers.begin();  // two may be the same
       pointers.push_back(pointer);
       const bool aligned = reinterpret_cast<uintptr_t>(pointer) % 16 == 0;
-      for (const int64_t fact :
-           {t.dim(), int64_t{first}, static_cast<int64_t>(t.scalar_type()), static_cast<int64_t>(t.device().type()),
-            int64_t{t.device().index()}, int64_t{aligned}})
-        key.push_back(fact);
-      key.append(t.sizes().begin(), t.sizes().end());
-      key.append(t.strides().begin(), t.strides().end());
+      for (const int64_t fact : {int64_t{first}, int64_t{aligned}}) key.push_back(fact);
+      TensorForm::append(t, key);
     } else if (value.isInt()) {
       key.push_back(value.toInt());
     } else if (value.isBool()) {

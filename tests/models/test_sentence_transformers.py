@@ -311,6 +311,18 @@ def test_the_first_text_sets_the_tokenizer_for_all(pair, prompt, monkeypatch):
     assert counts[-2:] == [1, len(PROSE)]  # a replaced method may do more to the other texts
 
 
+@pytest.mark.parametrize("call", [{}, {"prompt": "say: "}, {"output_value": "token_embeddings"}], ids=str)
+def test_one_text_is_tokenized_once(pair, call, monkeypatch):
+    stock, ours, _ = pair
+    expected = stock.encode(PROSE[3:4], **call)
+    calls, kind = [], type(ours[0].processor)
+    encode = kind._encode_plus
+    monkeypatch.setattr(kind, "_encode_plus", lambda *args, **given: (calls.append(1), encode(*args, **given))[1])
+    monkeypatch.setattr(tokens_of, "_by_backend", lambda *args: calls.append(2))
+    same(ours.encode(PROSE[3:4], **call), expected)
+    assert calls == [1] * (2 if "prompt" in call else 1)  # and the prompt once, for its length
+
+
 def test_one_text_takes_no_thread(pair, monkeypatch):
     _, ours, _ = pair
     started = []

@@ -1,6 +1,7 @@
 """Texts without padding: an optimized encoder leaves masked tokens out, and `encode_tokens` runs packed texts."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -135,6 +136,22 @@ def test_steps_of_few_tokens(tokens, by, monkeypatch, packs):
     seen = read(batch["attention_mask"])
     torch.testing.assert_close(hidden(model, batch)[seen], expected[seen], atol=1e-5, rtol=1e-5)
     assert len(packs) == 2 * {1: 6, 7: 4, 16: 3}[tokens]  # of two layers: 1 2 3, 5, 9, 9 and 1 2 3 5, 9, 9
+
+
+@pytest.mark.parametrize("name", ["bert", "nomic", "mpnet"])
+def test_products_of_packed_texts_by_onednn(name, monkeypatch, packs):
+    """As on a CPU with AVX-512: products of 16 rows or more, here of all texts, whose number is rounded up."""
+    monkeypatch.setattr(segments, "FEWEST_ROWS", 16)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: True)
+    rows, product = [], torch.ops.mkldnn._linear_pointwise.default
+    ours = SimpleNamespace(default=lambda x, *args: (rows.append(x.numel() // x.size(-1)), product(x, *args))[1])
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", ours)
+    model = model_of(name)
+    check(model, padded(model), packs)
+    assert set(rows) == {32}  # 29 or 30 tokens
+    rows.clear()
+    hidden(model, {"input_ids": torch.tensor([[5, 6, 7]]), "attention_mask": torch.tensor([[1, 1, 0]])})
+    assert not rows  # so few are for BLAS
 
 
 @pytest.mark.parametrize("head", ["SequenceClassification", "TokenClassification", "QuestionAnswering"])

@@ -3,6 +3,7 @@
 import copy
 import io
 import re
+import threading
 
 import pytest
 import torch
@@ -181,3 +182,54 @@ def test_copies_and_dtypes(device):
     torch.testing.assert_close(compiled(x), expected)
     with torch.autocast(device, dtype=torch.bfloat16):
         assert SparseLinear.from_linear(layer(device), sparsity=0.5)(x).dtype == torch.bfloat16
+
+
+def test_freeze_beside_a_forward_pass_that_makes_a_plan(monkeypatch):
+    """The plan is made of what freeze sets step by step: neither sees half of the other."""
+    sparse = SparseLinear.from_linear(layer("cpu"), sparsity=0.7)
+    x = torch.randn(5, 40)
+    expected = SparseLinear.from_linear(layer("cpu"), sparsity=0.7)(x)
+    begun, end = threading.Event(), threading.Event()
+    freezing = threading.Thread(target=sparse.freeze)
+    as_csr, drop = sparse._as_csr, sparse._drop_plan
+
+    def in_the_middle():  # of making a plan
+        freezing.start()
+        begun.wait(0.3)
+        return as_csr()
+
+    def dropped():
+        if threading.current_thread() is freezing:
+            begun.set()
+            end.wait(0.3)
+        drop()
+
+    monkeypatch.setattr(sparse, "_as_csr", in_the_middle)
+    monkeypatch.setattr(sparse, "_drop_plan", dropped)
+    try:
+        torch.testing.assert_close(sparse(x), expected)
+    finally:
+        end.set()
+        freezing.join()
+    monkeypatch.undo()
+    assert sparse._is_frozen
+    assert not sparse.values.requires_grad
+    torch.testing.assert_close(sparse(x), expected)
+
+
+def test_freeze_is_not_undone_by_a_forward_pass_beside_it(monkeypatch):
+    sparse = SparseLinear.from_linear(layer("cpu"), sparsity=0.7)
+    drop, passes = sparse._drop_plan, []
+
+    def beside():  # a forward pass in another thread, in the middle of freeze
+        drop()
+        if not passes:
+            passes.append(threading.Thread(target=sparse, args=(torch.randn(5, 40),)))
+            passes[0].start()
+            passes[0].join(0.3)
+
+    monkeypatch.setattr(sparse, "_drop_plan", beside)
+    sparse.freeze()
+    passes[0].join()
+    assert sparse._is_frozen
+    assert sparse.plan()._selector.constant

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from custom_mm.indices import check_entries, version_of
+from custom_mm.indices import check_entries, place_of, version_of
 from matmuls.sparse import plan, spmm
 from matmuls.sparse.csr_pattern import INT32_MAX, CsrPattern, for_every_stream, from_entries, untransformed
 from matmuls.sparse.plan import REAL, SparsePlan
@@ -127,21 +127,22 @@ class Adjacency:
     def _of_weights(self, weight: Tensor, dtype: torch.dtype) -> _Kept | SparsePlan:
         """The plan of weights in the order of the edges, with gradients to them."""
         s, version = self._by_edges, version_of(weight)
+        state = version, place_of(weight)
         if weight.requires_grad or weight.dtype != dtype or version < 0:
             return SparsePlan(s, weight.reshape(-1).to(dtype), (s.rows, s.columns))
         kept: _Kept | None = self._weighted.get(weight)  # type: ignore[no-untyped-call]
-        if kept is None or kept.state != version:
+        if kept is None or kept.state != state:
             with torch.inference_mode(False), untransformed():
                 values = s.by_rows(weight.detach().reshape(-1)).contiguous()
             for_every_stream(values)
-            kept = _Kept(SparsePlan(self._by_rows, values, (s.rows, s.columns)), version)
+            kept = _Kept(SparsePlan(self._by_rows, values, (s.rows, s.columns)), state)
             self._weighted[weight] = kept
         return kept
 
 
 def state_of_edges(edges: Tensor) -> tuple[object, ...]:
     """Changes when edges are written to or replaced, as far as torch counts it."""
-    return version_of(edges), edges.data_ptr(), edges.shape, edges.stride(), edges.dtype, edges.device
+    return version_of(edges), place_of(edges)
 
 
 def kept_with(kept: WeakIdKeyDictionary, edges: Tensor) -> Any:

@@ -1,7 +1,7 @@
 """Makes a SentenceTransformer or a CrossEncoder run texts without padding: `optimize`, and its handle with `undo`."""
 
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -32,8 +32,8 @@ class Optimized:
     """
 
     encoder: integration.Optimized | None
-    _model: Model = field(repr=False)
-    _settings: Settings = field(repr=False)
+    _model: Model
+    _settings: Settings
 
     @property
     def tokens(self) -> int:
@@ -85,6 +85,8 @@ class Optimized:
         what = "scored" if isinstance(self._model, CrossEncoder) else "encoded"
         return f"texts are {what} {how}; {len(self.encoder.layers if self.encoder else ())} layers optimized"
 
+    __repr__ = __str__  # not the layers'
+
 
 def optimize(
     model: SentenceTransformer | CrossEncoder, *, tokens_per_batch: int | None = None, int8: bool = False
@@ -135,9 +137,11 @@ def optimize(
     settings, encoder = Settings(tokens_per_batch), None
     if why_not(model) is None:
         transformer: Any = model[0]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that it knows none of the layers: they run as they are
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
             encoder = integration.optimize(transformer.model, int8=int8)
+        for warning in found:
+            warnings.warn(str(warning.message), warning.category, stacklevel=2)  # in the caller's line
     inference = _scores if isinstance(model, CrossEncoder) else _inference
     model._inference = partial(inference, model, settings)  # type: ignore[method-assign]
     return Optimized(encoder, model, settings)

@@ -87,6 +87,8 @@ def tokenized(st: Any, texts: list[Any], prompt: str | None, options: dict[str, 
     with _tokenizing:
         prepare = partial(st.preprocess, prompt=prompt, **{**options, "processing_kwargs": ragged})
         first = prepare(texts[:1])
+        if len(texts) == 1:
+            return _by_preprocess(first)
         return _by_backend(st, first, texts, prompt or "", given) or _by_preprocess(prepare(texts))
 
 

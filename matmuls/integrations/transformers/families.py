@@ -172,6 +172,9 @@ DECODERS = {"qwen3.Qwen3Model", "gemma3.Gemma3TextModel"}  # with a cache, unles
 BARE = {"eurobert.EuroBertModel", *DECODERS}  # inputs_embeds are the first layer's input
 BY_COLUMNS = {"mpnet.MPNetModel", "modernbert.ModernBertModel"}  # attention depends on the distance of tokens
 BIASED = {"mpnet.MPNetEncoder"}  # encoders that make a relative position bias for their layers
+# Models whose own forward makes the tuple: return_dict=None means the configuration's, and there is a place for a
+# pooler's result without a pooler.
+TUPLES = {"mpnet.MPNetModel"}
 UNPACKED = {  # such models of texts whose padding cannot be left out, and why
     "clip.CLIPTextModel": "is causal",
     "siglip.SiglipTextModel": "pools the last token, padding or not",

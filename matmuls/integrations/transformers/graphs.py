@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.backends import cuda
 from transformers.utils import ModelOutput
 
 from custom_mm import _C
@@ -41,8 +40,7 @@ def doubled(size: int, least: int = 1) -> int:
 
 def _with_switches(key: Hashable) -> Hashable:
     """The key of a pass together with the switches by which kernels are chosen."""
-    attention = cuda.flash_sdp_enabled(), cuda.cudnn_sdp_enabled(), cuda.mem_efficient_sdp_enabled()
-    return key, torch.are_deterministic_algorithms_enabled(), _C.is_batch_invariant(), attention
+    return key, _C.switches()
 
 
 def _like(output: ModelOutput, values: Tensors) -> ModelOutput:

@@ -183,6 +183,8 @@ def _planned(
     if plan.family.positions != "position_bias":
         eager = sys.modules[type(attention).__module__].eager_attention_forward
         function = ALL_ATTENTION_FUNCTIONS.get_interface(attention.config._attn_implementation, eager)
+    elif attention_mask is not None and not attention_mask.is_floating_point():
+        attention_mask = attention_mask.to(hidden_states.dtype)  # MPNet adds any mask to the scores, a bool one too
     ours, sdpa = registered.is_ours(function), function is sdpa_attention_forward
     probabilities, strided, most = None, True, batch
     if ours or sdpa:
@@ -286,7 +288,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | N
 def _by_onednn(x: Tensor) -> bool:
     """True with packed tokens only: oneDNN compiles a kernel for each number of rows, in milliseconds, and `packed`
     rounds it."""
-    return packed.get() is not None and has_onednn(x)
+    return packed.get() is not None and has_onednn(x, x.numel() // x.size(-1))
 
 
 def _int8(x: Tensor, plan: _Plan) -> quantized.Int8 | None:

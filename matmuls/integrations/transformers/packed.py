@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers.utils.import_utils import is_tracing
 
 from . import one_pass, registered, replayed
-from .families import DECODERS, TEXTS, UNPACKED, _kind
+from .families import DECODERS, TEXTS, TUPLES, UNPACKED, _kind
 from .one_pass import RECORDED
 from .plan import _Chain, _is_ours
 from .rotary import depends_on_length
@@ -51,7 +51,7 @@ def can_pack(model: nn.Module) -> str | None:
         return None
     if not chain.is_private():
         return f"{type(whole).__name__} has hooks or replaced modules"
-    if any(m.training for m in whole.modules()):
+    if chain.is_training(whole) or any(m.training for plan in chain.plans for _, _, m, _, _ in plan.inside):
         return f"{type(whole).__name__} is in training mode"
     if depends_on_length(whole):
         return f"the positions of {type(whole).__name__} depend on the longest text of a batch"
@@ -127,8 +127,8 @@ def hidden_states(model: Any, flat: dict[str, Tensor], counts: Sequence[int], co
     replays = replayed.can_replay(model, model.__dict__["forward"].args[1], columns.device)
     flat = {"position_ids": one_pass.packed_positions(model, flat["input_ids"], columns)} | flat
     texts, places = [(count, False) for count in counts], None
-    if not replays:
-        order = sorted(range(len(counts)), key=counts.__getitem__)  # texts of one length side by side
+    order = sorted(range(len(counts)), key=counts.__getitem__)  # texts of one length side by side
+    if not replays and order != [*range(len(counts))]:
         texts = [texts[i] for i in order]
         lengths = torch.tensor(counts, device="cpu")
         begins = (lengths.cumsum(0) - lengths)[order].repeat_interleave(lengths[order])
@@ -210,7 +210,9 @@ def unpadded(model: Any, chain: _Chain, args: tuple[Any, ...], kwargs: dict[str,
         output = _without_hidden(model, chain, tokens, mask, replays, small)
     elif output is None and small:
         output = _all_shown(model, tokens)
-    return output if output is None or not short else output.to_tuple()
+    if output is None or not short:
+        return output
+    return (output[0], output.pooler_output) if _kind(model) in TUPLES else output.to_tuple()
 
 
 def _plain(model: Any, chain: _Chain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
@@ -229,17 +231,25 @@ def _plain(model: Any, chain: _Chain, args: tuple[Any, ...], kwargs: dict[str, A
     if any(given[name] is not None and given[name] is not False for name in given.keys() - ARGUMENTS):
         return None
     if _kind(model) in DECODERS:
-        cached = given.get("use_cache")
-        if config.use_cache if cached is None else cached:
+        if _flag(given, config, "use_cache"):
             return None
         if given.get("is_causal") is not None or given.get("position_ids") is not None:
             return None
-    if any(given.get(name, getattr(config, name, False)) for name in RECORDED):
+    if any(_flag(given, config, name) for name in RECORDED):
         return None
     tensors = {name: x for name, x in given.items() if name in ARGUMENTS and isinstance(x, Tensor)}
     if not _fits(model, tensors, source.size(1)):
         return None
-    return tensors | {"return_dict": given.get("return_dict", getattr(config, "return_dict", True)) is False}
+    short = given.get("return_dict", getattr(config, "return_dict", True)) is False
+    if _kind(model) in TUPLES:
+        short = not _flag(given, config, "return_dict", True)
+    return tensors | {"return_dict": short}
+
+
+def _flag(given: dict[str, Any], config: Any, name: str, default: bool = False) -> Any:
+    """An argument of forward, or the configuration's where it is None or absent. Heads pass None."""
+    flag = given.get(name)
+    return getattr(config, name, default) if flag is None else flag
 
 
 def _without_hidden(
@@ -322,7 +332,7 @@ def _run(
     for some, part in _steps(texts, _most(chain, model, columns.device)):
         taken, count = part if places is None else places[part], part.stop - part.start
         given = {name: x[taken] for name, x in flat.items()} | {"": columns[part]}
-        extra = -count % _multiple(count, has_onednn(one_pass.words(model)), replays)
+        extra = -count % _multiple(count, has_onednn(one_pass.words(model), count), replays)
         if extra:
             given = {name: torch.cat([x, x[-1:].expand(extra, *x.shape[1:])]) for name, x in given.items()}
             longest = max(length for length, _ in some)

@@ -12,6 +12,8 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from custom_mm.indices import place_of, version_of
+
 LARGEST = 127  # of a quantized number
 
 
@@ -27,7 +29,7 @@ class Int8:
     def __call__(self, x: Tensor, linears: tuple[nn.Linear, ...]) -> Tensor:
         """The results of these linears for x [..., K], side by side, [..., N]."""
         parameters = [p for m in linears for p in (m.weight, m.bias) if p is not None]
-        state = [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in parameters]
+        state = [(place_of(p), version_of(p)) for p in parameters]
         found = self._kept.get(linears)
         # another parameter may get the address of one that is gone
         same = found is not None and all(one() is p for one, p in zip(found[1], parameters, strict=False))

@@ -11,7 +11,7 @@ from custom_mm import _C
 # attributes of modules that their forward reads, or that say how it is called
 READ = "training", "forward", "_compiled_call_impl", "config"
 # where a module has them
-SCALARS = "is_causal", "scaling", "eps", "padding_idx", "num_embeddings", "max_norm", "rope_type"
+SCALARS = "is_causal", "scaling", "attention_scaling", "eps", "padding_idx", "num_embeddings", "max_norm", "rope_type"
 
 
 class Snapshot:
@@ -26,9 +26,11 @@ class Snapshot:
         self._items: list[Any] = []  # holder, key and value of each fact
         self._sizes: list[Any] = []
         self._types: list[Any] = []
-        self._addresses: list[Any] = []
+        self._places: list[Any] = []  # holder and key of each tensor
         for m in self.modules:
             self._add_module(m)
+        places = iter(self._places)
+        self._states = _C.TensorStates([holder[name] for holder, name in zip(places, places, strict=True)])
         for kind in {type(m) for m in self.modules}:
             methods = [(kind, name) for name, x in vars(kind).items() if callable(x)]
             self._add([*methods, (next(c for c in kind.__mro__ if "forward" in vars(c)), "forward")])
@@ -57,14 +59,14 @@ class Snapshot:
                 if x is None:
                     self._items += [tensors, name, None]
                 else:
-                    self._addresses += [tensors, name, x.data_ptr(), x.dtype, x.numel()]
+                    self._places += [tensors, name]
 
     def is_in_place(self) -> bool:
-        """True if parameters and buffers are where they were, with the same dtype and size: a captured pass may read
-        them."""
-        return _C.unchanged([], [], [], self._addresses)
+        """True if parameters and buffers are where they were, with the same dtype, sizes and strides: a captured pass
+        may read them."""
+        return _C.unchanged([], [], [], self._places, self._states)
 
     def holds(self) -> bool:
         """True if nothing has changed but the values of parameters and buffers."""
-        unchanged = _C.unchanged(self._items, self._sizes, self._types, self._addresses)
+        unchanged = _C.unchanged(self._items, self._sizes, self._types, self._places, self._states)
         return unchanged and not modules_of_all._has_any_global_hook()

@@ -50,6 +50,8 @@ class Taken:
         )
         return f"call the attention function that is set: {called}; compute attention themselves: {ignored}"
 
+    __repr__ = __str__
+
 
 def takes(model: nn.Module, batch: dict[str, Tensor] | None = None) -> Taken:
     """Lists the modules of a model that call the attention function named by `model.set_attn_implementation`.

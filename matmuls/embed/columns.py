@@ -68,7 +68,7 @@ class Column:
             for batch in self._file.iter_batches(1 if self._is_delta else ROWS, columns=[self._name]):
                 column = batch.column(0)
                 coded = isinstance(column, pyarrow.DictionaryArray)
-                for scalar in (column.indices if coded else column):
+                for scalar in column.indices if coded else column:
                     found = column.dictionary[scalar.as_py()] if coded and scalar.is_valid else scalar
                     yield _text(found) if found.is_valid else (None, f"no text in column {self._name}")
 

@@ -8,6 +8,7 @@ line is passed over: a quote that does not close swallows no other record.
 import re
 from collections.abc import Iterator
 
+from . import streams
 from .streams import TOO_LONG, Window
 
 AFTER = re.compile(rb",|\r?\n|\r?\Z")  # what may follow a closing quote
@@ -63,18 +64,17 @@ def _by_commas(window: Window) -> Row:
             if after[0] != b",":
                 return fields, "", _passed(window, at)
             end = window.find(b"\n", at) if 0 <= end < at else end
-        elif end < 0:
+        elif (comma := held.find(b",", at, end if end >= 0 else window.at + streams.MOST)) >= 0:
+            fields.append(held[at:comma])
+            at = comma + 1
+        elif end >= 0:
+            fields.append(held[at:end].removesuffix(b"\r"))
+            return fields, "", _passed(window, min(end + 1, len(held)))
+        else:
             count = held.count(b"\n", window.at, at) + 1
             window.at = at
             window.skip_line()
             return None, TOO_LONG, count
-        else:
-            comma = held.find(b",", at, end)
-            fields.append(held[at : comma if comma >= 0 else end])
-            at = (comma if comma >= 0 else end) + 1
-            if comma < 0:
-                fields[-1] = fields[-1].removesuffix(b"\r")
-                return fields, "", _passed(window, min(at, len(held)))
 
 
 def _passed(window: Window, end: int) -> int:

@@ -161,7 +161,8 @@ def _too_large(packed: int, most: int, instead: str = "decompress the file first
 
 
 def _name(path: Path) -> str:
-    return (path.stem if path.suffix in COMPRESSED else path.name).rsplit(".", 1)[0]
+    name = (path.stem if path.suffix in COMPRESSED else path.name).rsplit(".", 1)[0]
+    return name if name.isprintable() else ascii(name)[1:-1]  # it is shown, also in plots
 
 
 # Possessive quantifiers (`*+`) never backtrack: one pass over the file, constant memory. Blank lines may appear

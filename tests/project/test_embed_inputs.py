@@ -401,7 +401,7 @@ def test_what_is_shown_is_clean():
     assert shown.get() == "[/c] [red]x[/red] :cat: \\x1b[31m\n"
 
 
-@pytest.mark.parametrize("name", ["d[/c].mtx", "e\x1b[31m.mtx"])
+@pytest.mark.parametrize("name", ["d[/c].mtx", "e\x1b[31m.mtx", "$f_{$.mtx"])
 def test_a_name_with_markup_or_escape_codes_loses_no_results(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     folder, _, base = name.rpartition("/")

@@ -1,6 +1,7 @@
 """Small files and long texts take little memory in `matmuls embed` and in the readers of matrices."""
 
 import bz2
+import gzip
 import os
 import subprocess
 import sys
@@ -96,13 +97,13 @@ print(peak() - before)
 
 @pytest.mark.parametrize("kind", ["market", "shape", "header", "metis"])
 def test_a_small_file_of_a_matrix_takes_little_memory(tmp_path, kind):
-    path = tmp_path / {"market": "a.mtx.bz2", "metis": "a.graph.bz2"}.get(kind, "a.npz")
+    path = tmp_path / {"market": "a.mtx.bz2", "metis": "a.graph.gz"}.get(kind, "a.npz")
     if kind == "market":
-        count = 50_000_000
+        count = 18_000_000
         content = b"%%MatrixMarket matrix coordinate pattern general\n1 1 " + b"%d\n" % count + b"1 1\n" * count
         path.write_bytes(bz2.compress(content))
     elif kind == "metis":
-        path.write_bytes(bz2.compress(b"2 10000000\n" + b"12 " * 10_000_000 + b"\n" + b"11 " * 10_000_000 + b"\n"))
+        path.write_bytes(gzip.compress(b"2 10000000\n" + b"12 " * 10_000_000 + b"\n" + b"11 " * 10_000_000 + b"\n"))
     elif kind == "shape":
         np.savez_compressed(path, shape=np.zeros(2**26, np.int64), crow=[0], col=[0])
     else:

@@ -1,4 +1,4 @@
-"""`matmuls embed`: tables read strictly, pipes, damaged and foreign files beside the result, memory, other models."""
+"""What `matmuls embed` reads (tables, pipes, journals, models), and what it shows of names."""
 
 import csv
 import io

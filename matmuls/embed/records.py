@@ -82,9 +82,10 @@ class Source:
                     raise Unreadable(f"cannot read {self.path}: Parquet is read from a file, not from a pipe")
                 column = columns.Column(self.path, self.column_of)
                 return column.close, self._rows(column)
-            file: BinaryIO | Pipe = self.path.open("rb")
+            opened = self.path.open("rb")
             if self.is_pipe:
-                file = self._pipe = Pipe(file)
+                self._pipe = Pipe(opened)
+            file: BinaryIO | Pipe = self._pipe or opened
             try:
                 return file.close, self._table(file) if self.kind in ("csv", "tsv") else self._lines(file)
             except BaseException:

@@ -59,16 +59,16 @@ def _by_commas(window: Window) -> Row:
             if after is None:
                 window.skip_line()
                 return None, UNCLOSED if close == len(held) else "text after a closing quote", 1
-            fields.append(held[at + 1 : close].replace(b'""', b'"'))
+            fields.append(bytes(held[at + 1 : close]).replace(b'""', b'"'))
             at = after.end()
             if after[0] != b",":
                 return fields, "", _passed(window, at)
             end = window.find(b"\n", at) if 0 <= end < at else end
         elif (comma := held.find(b",", at, end if end >= 0 else window.at + streams.MOST)) >= 0:
-            fields.append(held[at:comma])
+            fields.append(bytes(held[at:comma]))
             at = comma + 1
         elif end >= 0:
-            fields.append(held[at:end].removesuffix(b"\r"))
+            fields.append(bytes(held[at:end]).removesuffix(b"\r"))
             return fields, "", _passed(window, min(end + 1, len(held)))
         else:
             count = held.count(b"\n", window.at, at) + 1

@@ -408,11 +408,11 @@ def test_a_name_with_markup_or_escape_codes_loses_no_results(tmp_path, monkeypat
     os.makedirs(folder or ".", exist_ok=True)
     with open(name, "w") as file:
         file.write("%%MatrixMarket matrix coordinate real general\n2 2 1\n1 1 2.5\n")
-    run = CliRunner().invoke(app, ["spmm", name, "-n", "4", "--device", "cpu", "--out", "results"])
+    run = CliRunner().invoke(app, ["spmm", name, "-n", "4", "--device", "cpu", "--out", "r[/results]"])
     assert run.exit_code == 0, run.output
     assert "\x1b[31" not in run.output
     assert base.removesuffix(".mtx").replace("\x1b", "\\x1b") in run.output
-    assert json.loads(next((tmp_path / "results").glob("*.json")).read_text())["cases"]
+    assert json.loads(next((tmp_path / "r[" / "results]").glob("*.json")).read_text())["cases"]
 
 
 @pytest.mark.parametrize("kind", ["member", "word", "banner"])

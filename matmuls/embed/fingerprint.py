@@ -22,7 +22,7 @@ def fingerprints(model: Any) -> dict[str, str]:
 
 
 def _weights(state: dict[str, Any]) -> str:
-    """Every byte is hashed, on all cores: 1 s for 1 to 2 GB on each."""
+    """Every byte is hashed, on all cores: 91 MB took 0.35 s on two busy cores."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return _text(
             [f"{name} {digest}" for name, digest in zip(state, pool.map(_weight, state.values()), strict=True)]

@@ -138,8 +138,8 @@ class Encoder:
                 f"head {n + 1}",
             )
             axis.grid(visible=False)
-            axis.set_xticks(range(len(tokens)), tokens, rotation=90, fontsize=6)
-            axis.set_yticks(range(len(tokens)), tokens, fontsize=6)
+            axis.set_xticks(range(len(tokens)), tokens, rotation=90, fontsize=6, parse_math=False)
+            axis.set_yticks(range(len(tokens)), tokens, fontsize=6, parse_math=False)
         figures.colour_scale(figure, image, axes, "probability (each row sums to 1)")
         figures.finish(figure, file, figures.machine(bench.environment(self.model.device.type)))
 

@@ -55,7 +55,7 @@ def start(
 
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(width, height), layout="constrained")
-        figure.suptitle(title, fontsize=11, fontweight="bold")
+        figure.suptitle(title, fontsize=11, fontweight="bold", parse_math=False)
         axes = [figure.add_subplot(rows, columns, i + 1) for i in range(rows * columns)]
     return figure, axes
 

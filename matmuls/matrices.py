@@ -14,12 +14,16 @@ scipy's readers do the parsing where they exist. They trust their input: files a
 """
 
 import bz2
-import gzip
 import io
+import math
 import re
+import warnings
+import zipfile
+import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import scipy.io  # type: ignore[import-untyped]
@@ -28,6 +32,7 @@ import torch
 
 INT32_MAX, INT64_MAX = 2**31 - 1, 2**63 - 1
 MOST_ROWS, ROWS_AN_ENTRY = 2**27, 16  # limit of rows: 1 GiB of offsets, or 16 per entry
+EXPANDED, RATIO = 64 << 20, 200  # limit of bytes that a compressed file becomes: 64 MiB, or 200 times its own
 CHUNK = 1 << 18  # entries drawn at a time, so that they stay in the caches; even, as two are drawn from one number
 NEWLINE = b"\n"
 Array = np.ndarray[Any, Any]
@@ -123,11 +128,41 @@ def _whole(what: str, numbers: Array) -> Array:
 
 def _content(path: Path) -> bytes:
     data = path.read_bytes()
-    return COMPRESSED[path.suffix](data) if path.suffix in COMPRESSED else data
+    if path.suffix not in COMPRESSED:
+        return data
+    magic, start = COMPRESSED[path.suffix]
+    if not data.startswith(magic):
+        raise ValueError(f"expected a compressed {path.suffix} file, got {data[:8]!r}")
+    return _expanded(data, start)
+
+
+def _expanded(data: bytes, start: Callable[[], Any]) -> bytes:
+    """The content of a compressed file, which may have several parts; stops where it would be too large."""
+    most = max(EXPANDED, RATIO * len(data))
+    parts: list[bytes] = []
+    size, whole = 0, len(data)
+    while data:
+        engine = start()
+        while not engine.eof:
+            part = engine.decompress(data, most + 1 - size)
+            size += len(part)
+            parts.append(part)
+            if size > most:
+                raise ValueError(_too_large(whole, most))
+            data = getattr(engine, "unconsumed_tail", b"")  # of zlib; bz2 keeps what it has not read
+            if not part and not data and not engine.eof:
+                raise ValueError("expected a whole file, got one that was cut off")
+        data = engine.unused_data.lstrip(b"\0")  # gzip's padding
+    return b"".join(parts)
+
+
+def _too_large(packed: int, most: int, instead: str = "decompress the file first") -> str:
+    return f"expected at most {most >> 20} MiB in {packed} compressed bytes, got more: {instead}"
 
 
 def _name(path: Path) -> str:
-    return (path.stem if path.suffix in COMPRESSED else path.name).rsplit(".", 1)[0]
+    name = (path.stem if path.suffix in COMPRESSED else path.name).rsplit(".", 1)[0]
+    return name if name.isprintable() else ascii(name)[1:-1]  # it is shown, also in plots
 
 
 # Possessive quantifiers (`*+`) never backtrack: one pass over the file, constant memory. Blank lines may appear
@@ -244,28 +279,29 @@ NPZ = "the arrays of scipy.sparse.save_npz, or crow, col, shape and optionally v
 
 
 def read_npz(path: Path) -> Matrix:
+    _check_archive(path)
     with np.load(path, allow_pickle=False) as file:
 
         def part(name: str) -> Array:
             if name not in file:
-                given = ", ".join(sorted(file)) or "no array"
+                given = ", ".join(map(repr, sorted(file)[:8])) or "no array"
                 raise ValueError(f"expected {NPZ}, got {given}: {name} is missing")
             array: Array = file[name]
             return array
 
-        sizes: list[int] = _whole("sizes", part("shape")).tolist()
-        if len(sizes) != 2:
-            raise ValueError(f"expected a shape of two sizes, got {sizes}")
+        sizes = _whole("sizes", part("shape"))
+        if sizes.size != 2:
+            raise ValueError(f"expected a shape of two sizes, got {sizes[:8].tolist()}")
         ours = "crow" in file
         data = part("col" if ours else "data")
-        rows, columns = shape = _sizes(sizes[0], sizes[1], data.size)
+        rows, columns = shape = _sizes(*sizes.tolist(), data.size)
         if ours:
             counts = np.diff(_offsets(part("crow"), rows, data.size, data.size))
             return _by_rows(_name(path), np.repeat(np.arange(rows), counts), data, file.get("values"), shape)
         form = part("format").item()
         form = form.decode() if isinstance(form, bytes) else str(form)
         if form not in SCIPYS:
-            raise ValueError(f"expected {', '.join(SCIPYS)}, got {form}")
+            raise ValueError(f"expected {', '.join(SCIPYS)}, got {form[:20]!r}")
         parts = {name: _whole(name, part(name)) for name in SCIPYS[form]}
     if data.dtype.kind not in "biuf":
         raise ValueError(f"expected real values, got {data.dtype}")
@@ -283,6 +319,30 @@ def read_npz(path: Path) -> Matrix:
         a.check_format(full_check=True)  # tocoo does not check indices
     a = a.tocoo()
     return _by_rows(_name(path), a.row, a.col, a.data, shape)
+
+
+def _check_archive(path: Path) -> None:
+    """Check the sizes that the arrays of an .npz file declare before any is read: a few KB may expand to any size."""
+    size = path.stat().st_size
+    with zipfile.ZipFile(path) as archive:
+        members = archive.infolist()
+        if (whole := sum(member.file_size for member in members)) > (most := max(EXPANDED, RATIO * size)):
+            raise ValueError(_too_large(size, most, "save it without compression"))
+        for member in members:
+            with archive.open(member) as file:  # zipfile gives no more than file_size bytes
+                _check_npy(file, whole)
+
+
+def _check_npy(file: IO[bytes], most: int) -> None:
+    """ValueError if the header of an .npy file declares more than `most` bytes, for which numpy would take memory."""
+    try:
+        version = np.lib.format.read_magic(file)
+    except ValueError:  # no array: numpy does not read it as one
+        return
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, _, dtype = read(file)
+    if math.prod(shape) * dtype.itemsize > most:
+        raise ValueError(f"expected at most {most} bytes in an array, got one of {shape}, {dtype}")
 
 
 def _offsets(offsets: Array, outer: int, least: int, most: int) -> Array:
@@ -303,28 +363,59 @@ def read_metis(path: Path) -> Matrix:
 
     The edge weights become the values; the vertex weights are ignored.
     """
-    text = _content(path).decode("latin-1").replace("\r\n", "\n").removesuffix("\n")
-    lines = [line.split() for line in text.split("\n") if not line.startswith("%")]
-    if grouped := next((x for line in lines for x in line if "_" in x), None):
-        raise ValueError(f"expected numbers, got {grouped}")  # Python's int accepts 1_0 as ten
-    vertices, edges, *options = (int(x) for x in lines[0])
+    counts, numbers = _words(METIS_COMMENTS.sub(b"", _content(path)))
+    header = numbers[: counts[0] if counts.size else 0]
+    vertices, edges, *options = _whole("sizes", header).tolist()
     form = f"{options[0] if options else 0:03d}"
     if not re.fullmatch("[01]{3}", form):
         raise ValueError(f"expected a format of up to three digits, 0 or 1, got {form}")
     weights = options[1] if len(options) > 1 else int(form[1])
     skipped, step = int(form[0]) + weights, 2 if form[2] == "1" else 1
-    own = lines[1 : vertices + 1]
-    if len(own) != vertices or any(line for line in lines[vertices + 1 :]):
-        raise ValueError(f"expected a line for each of {vertices} vertices, got {len(lines) - 1}")
-    counts = [len(line) - skipped for line in own]
-    if weights < 0 or any(count < 0 or count % step for count in counts):
-        raise ValueError(f"expected lines of {skipped} numbers and then {step} an edge, got {counts[:8]} after those")
-    flat = np.array([x for line in own for x in line[skipped:]], dtype=np.float64).reshape(-1, step)
+    lines, own = counts.size - 1, counts[1 : max(vertices, 0) + 1]
+    if own.size != vertices or counts[vertices + 1 :].any():
+        raise ValueError(f"expected a line for each of {vertices} vertices, got {lines}")
+    if weights < 0 or (own < skipped).any() or ((own - skipped) % step).any():
+        got = (own[:8] - skipped).tolist()
+        raise ValueError(f"expected lines of {skipped} numbers and then {step} an edge, got {got} after those")
+    flat = numbers[header.size :]
+    if skipped:
+        flat = flat[np.arange(flat.size) - np.repeat(np.cumsum(own) - own, own) >= skipped]
+    flat, counts = flat.reshape(-1, step), own - skipped
     if len(flat) != 2 * edges:
         raise ValueError(f"expected {edges} edges, each at both of its ends, got {len(flat)} ends")
-    row = np.repeat(np.arange(vertices), np.array(counts, dtype=np.int64) // step)
+    row = np.repeat(np.arange(vertices), counts // step)
     col = _whole("neighbours", flat[:, 0]) - 1
     return _by_rows(_name(path), row, col, flat[:, 1] if step == 2 else None, (vertices, vertices))
+
+
+METIS_COMMENTS = re.compile(rb"^%[^\n]*+\n?+", re.MULTILINE)
+PIECE = 1 << 22  # bytes of text whose words are found together, in arrays of 20 times their size
+WORD = re.compile(rb"[^ \t-\r]++")
+
+
+def _words(text: bytes) -> tuple[Array, Array]:
+    """How many numbers each line has, and all numbers as float64."""
+    counts, numbers, begin = [np.zeros(0, np.int64)], [np.zeros(0)], 0
+    while begin < len(text):
+        end = text.find(NEWLINE, begin + PIECE) + 1 or len(text)
+        piece = text[begin:end] if text.endswith(NEWLINE) or end < len(text) else text[begin:end] + NEWLINE
+        begin = end
+        data = np.frombuffer(piece, np.uint8)
+        begins = (data != 32) & ((data < 9) | (data > 13))  # no white space
+        begins[1:] &= ~begins[:-1]  # numpy copies what it reads and writes
+        places = np.flatnonzero(begins)
+        counts.append(np.diff(np.searchsorted(places, np.flatnonzero(data == NEWLINE[0])), prepend=0))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # of a word that is no number; since numpy 2.3 an exception
+            try:
+                found = np.fromstring(piece, sep=" ") if places.size else np.zeros(0)
+            except (ValueError, DeprecationWarning):
+                found = None
+        if found is None or found.size != places.size:
+            wrong = next((w for w in WORD.findall(piece) if not re.fullmatch(rb"[+-]?+" + REAL, w)), b"")
+            raise ValueError(f"expected numbers, got {wrong[:20].decode('latin-1')!r}")
+        numbers.append(found)
+    return np.concatenate(counts), np.concatenate(numbers)
 
 
 def _numbers(source: str, pattern: str, form: str) -> list[int]:
@@ -381,6 +472,9 @@ def draw_pruned(source: str) -> Matrix:
     return _pattern(source, kept.sum(1), kept.nonzero()[1], (rows, columns))
 
 
-COMPRESSED = {".gz": gzip.decompress, ".bz2": bz2.decompress}
+COMPRESSED: dict[str, tuple[bytes, Callable[[], Any]]] = {  # the first bytes, and what expands the others
+    ".gz": (b"\x1f\x8b", lambda: zlib.decompressobj(16 + zlib.MAX_WBITS)),
+    ".bz2": (b"BZh", bz2.BZ2Decompressor),
+}
 READERS = {".mtx": read_matrix_market, ".npz": read_npz, ".graph": read_metis, ".metis": read_metis}
 DRAWN = {"rmat": draw_rmat, "grid": draw_grid, "pruned": draw_pruned}

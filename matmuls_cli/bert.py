@@ -9,10 +9,9 @@ from typing import Annotated, Any
 
 import typer
 from rich.table import Table
-from rich.text import Text
 
-from .options import DeviceOption, check_dtype, pick_device, pick_dtype
-from .screen import Steps, console, errors, fail, need_writable
+from .options import DeviceOption, check_dtype, need_text, pick_device, pick_dtype
+from .screen import Steps, console, errors, fail, line, need_writable
 
 SHOWN = 12  # texts in the table of similarities
 ATTENTIONS = ("custom_mm", "sdpa", "eager")
@@ -42,6 +41,7 @@ def bert(
     Exit status 1 if an embedding differs from stock attention's by more than 1e-5 in float32, 1e-4 with --optimize, and
     if the model cannot run with matmuls attention.
     """
+    need_text("text", *(texts or []))
     texts = [*(texts or []), *_lines(file)]
     if not texts:
         raise fail("no text: give texts as arguments or a file with --file")
@@ -111,7 +111,7 @@ def _compare(
         except (b.ModelMissing, b.NothingToOptimize) as error:
             raise fail(str(error)) from None
         except (b.AttentionNotTaken, b.ModelFails, NotImplementedError) as error:
-            raise fail(f"bert: {error}", 1) from None
+            raise fail(f"bert: {error}", status=1) from None
 
 
 def _show(result: Any) -> None:
@@ -122,7 +122,7 @@ def _show(result: Any) -> None:
         table.add_column(str(n + 1), justify="right")
     for n, text in enumerate(shown):
         row = [f"{x:.3f}" for x in result.similarities[n][: len(shown)]]
-        table.add_row(Text(f"{n + 1}  {text}"), *row)
+        table.add_row(line(f"{n + 1}  {text}"), *row)
     console.print(table)
     if len(result.texts) > len(shown):
         console.print(f"({len(result.texts)} texts; --json has all of them)")

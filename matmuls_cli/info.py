@@ -30,7 +30,7 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = F
     else:
         _show(facts)
     if why:
-        raise fail(why, 1)
+        raise fail(why, status=1)
 
 
 def _without_matmuls() -> dict[str, Any]:

@@ -79,4 +79,4 @@ def show_kernels(gains: list[Any]) -> None:
             other = min(case.seconds, key=lambda name: case.seconds[name])
             line = f"{case.operation} {case.label}, {case.dtype}: {other} {case.seconds[other] * 1e6:.1f} us, "
             line += f"{gain.kernel} {case.seconds[gain.kernel] * 1e6:.1f} us"
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+            console.print(line, highlight=False, soft_wrap=True)

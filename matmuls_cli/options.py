@@ -26,6 +26,13 @@ def pick_device(device: str | None) -> str:
     return device
 
 
+def need_text(what: str, *texts: str | None) -> None:
+    """Refuse an argument that is no valid UTF-8: Python keeps such bytes of the command line as lone surrogates."""
+    for text in texts:
+        if text is not None and not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):
+            raise fail(f"{what}: expected a text in UTF-8, got {text}")
+
+
 def check_dtype(name: str) -> str:
     if name not in ("float64", "float32", "float16", "bfloat16"):
         raise fail(f"--dtype is float64, float32, float16 or bfloat16, got {name}")

@@ -15,9 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
 from rich.text import Text
 
-console = Console(width=None if sys.stdout.isatty() else 160)
-errors = Console(stderr=True)
-
+KEPT = "\n\u200c\u200d"  # line ends, and the joiners of Persian and of emoji
 LINE_SECONDS = 10.0  # time between two lines of progress where stderr is no terminal: short commands print none
 REMEDIES = {  # package -> what installs it
     "matplotlib": "pip install 'matmuls[plot]'",
@@ -27,11 +25,46 @@ REMEDIES = {  # package -> what installs it
 }
 
 
-def fail(message: str, status: int = 2) -> typer.Exit:
-    """Print one line to stderr; the returned exception exits with `status`: 2 for wrong usage or a missing requirement,
-    1 for a result that is not as it must be."""
-    errors.print(f"matmuls: {message}", style="red", highlight=False, soft_wrap=True, markup=False, emoji=False)
+def clean(text: str) -> str:
+    """Text as a terminal may show it: control characters, and others that it would not show as they are, escaped.
+
+    Names of files, columns or words come from others; they could move the cursor, or turn the line around. Line ends
+    are kept: they are those of our own tables and lists.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in KEPT else c.encode("unicode_escape").decode() for c in text)
+
+
+class _Screen(Console):
+    """All strings that it prints, also those of tables, are shown as they are: without rich's markup, and clean."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(markup=False, emoji=False, **options)
+
+    def render_str(self, text: str, **options: Any) -> Text:  # what rich calls for every string
+        return super().render_str(clean(text), **options)
+
+
+console = _Screen(width=None if sys.stdout.isatty() else 160)
+errors = _Screen(stderr=True)
+
+
+def line(text: str) -> str:
+    """Clean, and on one line."""
+    return clean(text.replace("\n", "\\n"))
+
+
+def fail(*messages: str, status: int = 2) -> typer.Exit:
+    """Print a line each to stderr; the returned exception exits with `status`: 2 for wrong usage or a missing
+    requirement, 1 for a result that is not as it must be."""
+    shown = "\n".join(map(line, messages))
+    errors.print(f"matmuls: {shown}", style="red", highlight=False, soft_wrap=True)
     return typer.Exit(status)
+
+
+def warn(message: str) -> None:
+    errors.print(f"matmuls: {line(message)}", style="yellow", highlight=False, soft_wrap=True)
 
 
 def missing(error: ImportError) -> str:
@@ -82,9 +115,9 @@ class Steps:
     def __init__(self, now: str, total: float) -> None:
         self.total, self.completed = total, 0.0
         self._start = self._begin = self._printed = time.monotonic()
-        columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), _TimeLeft()
+        columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), _TimeLeft()
         self._bar = Progress(*columns, console=errors, disable=not sys.stderr.isatty(), transient=True)
-        self._task = self._bar.add_task(now, total=total)
+        self._task = self._bar.add_task(line(now), total=total)
 
     def __enter__(self) -> "Steps":
         self._bar.start()
@@ -97,19 +130,23 @@ class Steps:
         """Say what runs now, and how many steps are done (by default as many as before)."""
         self.total = self.total if total is None else total
         self.completed = self.completed if completed is None else completed
+        now = line(now)
         self._bar.update(self._task, description=now, completed=self.completed, total=self.total)
         moment = time.monotonic()
         if self._bar.disable and moment - self._printed >= LINE_SECONDS:
             self._printed = moment
             left = time_left(moment - self._begin, self.completed, self.total)
-            line = f"matmuls: {clock(moment - self._start)} {now}" + (f", {left}" if left else "")
-            print(line, file=sys.stderr, flush=True)
+            print(
+                f"matmuls: {clock(moment - self._start)} {now}" + (f", {left}" if left else ""),
+                file=sys.stderr,
+                flush=True,
+            )
 
     def restart(self, now: str, total: float | None = None) -> None:
         """The steps begin here: the time before, such as that of imports, says nothing of theirs."""
         self.total = self.total if total is None else total
         self.completed, self._begin = 0.0, time.monotonic()
-        self._bar.reset(self._task, description=now, total=self.total)
+        self._bar.reset(self._task, description=line(now), total=self.total)
 
     def next(self, now: str, steps: float = 1) -> None:
         """`steps` more are done, and `now` runs."""

@@ -6,10 +6,11 @@ from typing import Annotated, Any
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from . import spmm_distributed
 from .options import DeviceOption, check_dtype, pick_device, pick_dtype
-from .screen import Steps, console, errors, fail, may_be_stopped, missing, need_writable
+from .screen import Steps, console, errors, fail, line, may_be_stopped, missing, need_writable
 
 
 def spmm(
@@ -75,18 +76,18 @@ def spmm(
             types = [pick_dtype(name) for name in dtypes]
             for case in e.measure_all(named, types, widths, chosen, refused, backward, rivals, steps.show):
                 cases.append(case)
-    told = fail("\n".join(refused)) if refused else None
+    told = fail(*refused) if refused else None
     if told and not cases:
         raise told
     show_spmm(cases)
     swept = [case for case in cases if sweep and case.matrix.startswith(f"pruned:{shape}:")]
-    for line in [*e.summary(cases), *e.crossovers(swept)]:
-        console.print(line)
+    for told_of in [*e.summary(cases), *e.crossovers(swept)]:
+        console.print(told_of)
     if out is not None:
         path = out / f"spmm-{chosen}{'-sweep' if sweep else ''}.json"
         _write(path, cases, chosen, bool(sweep), complete=not (stopped or refused))
     if found := e.wrong(cases):
-        errors.print("\n".join(found), style="red")
+        errors.print("\n".join(map(line, found)), style="red")
         raise typer.Exit(1)
     if told:
         raise told
@@ -127,7 +128,7 @@ def _write(path: Path, cases: list[Any], device: str, sweep: bool, complete: boo
         e.plot(path.with_suffix(".png"), cases, sweep, environment(device))
         written.append(path.with_suffix(".png"))
     except ImportError as error:
-        errors.print(f"no plot: {missing(error)}", markup=False)
+        errors.print(f"no plot: {missing(error)}")
     console.print(f"written: {', '.join(map(str, written))}")
 
 
@@ -142,7 +143,7 @@ def show_spmm(cases: list[Any]) -> None:
         table.add_column(name, justify="right")
     for c in cases:
         fastest = min(c.rivals.values(), default=None)
-        title = f"{c.matrix}\n{c.rows} x {c.columns}, {c.nnz} nonzeros\n{c.dtype}, {c.n} columns"
+        title = f"{line(c.matrix)}\n{c.rows} x {c.columns}, {c.nnz} nonzeros\n{c.dtype}, {c.n} columns"
         for name, r in c.results.items():
             shown = f"{name} ({c.chosen})*" if name == "plan" else name
             if r.us is None:
@@ -157,10 +158,10 @@ def show_spmm(cases: list[Any]) -> None:
             took = _word(r) if r.us is None else f"{r.us:.1f}"
             mib = f"{c.backward_mib[name]:.1f} MiB" if name in c.backward_mib else ""
             table.add_row("", f"forward + backward, {name}", took, "", mib)
-        table.add_row("", f"[dim]plan: {_first_products(c)}[/dim]", end_section=True)
+        table.add_row("", Text(f"plan: {_first_products(c)}", style="dim"), end_section=True)
     console.print(table)
-    for line in _reasons(cases):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    for reason in _reasons(cases):
+        console.print(line(reason), highlight=False, soft_wrap=True)
 
 
 def _word(result: Any) -> str:

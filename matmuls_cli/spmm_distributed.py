@@ -10,9 +10,10 @@ from typing import Any
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from .options import pick_device, pick_dtype
-from .screen import Steps, console, errors, fail
+from .screen import Steps, console, errors, fail, line
 
 LAUNCH = "torchrun --nproc-per-node=2 -m matmuls spmm MATRIX --distributed"
 
@@ -123,7 +124,7 @@ def show_cases(cases: list[Any]) -> None:
     for name in ("us as called", "us by events", "ratio", "fwd + bwd, us", "ratio"):
         table.add_column(name, justify="right")
     for c in cases:
-        title = f"{c.matrix}\n{c.rows} rows, {c.nnz} nonzeros\n{c.dtype}, {c.n} columns, {c.ranks} ranks"
+        title = f"{line(c.matrix)}\n{c.rows} rows, {c.nnz} nonzeros\n{c.dtype}, {c.n} columns, {c.ranks} ranks"
         for name, seconds in c.wall.items():
             both = c.wall_backward.get(name)
             table.add_row(
@@ -138,10 +139,10 @@ def show_cases(cases: list[Any]) -> None:
             title = ""
         for name in c.refused:
             table.add_row("", name, "refused")
-        table.add_row("", f"[dim]{_facts(c)}[/dim]", end_section=True)
+        table.add_row("", Text(_facts(c), style="dim"), end_section=True)
     console.print(table)
-    for line in dict.fromkeys(f"{name}: refused: {reason}" for c in cases for name, reason in c.refused.items()):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    for told in dict.fromkeys(f"{name}: refused: {reason}" for c in cases for name, reason in c.refused.items()):
+        console.print(line(told), highlight=False, soft_wrap=True)
 
 
 def _facts(c: Any) -> str:
@@ -169,7 +170,6 @@ def show_predictions(predicted: list[dict[str, Any]]) -> None:
             f"{'too fast to tell' if link is None else f'{link / 1e9:.1f} GB/s'}, "
             f"{parameters['rate'] / 1e9:.1f} G nonzeros x columns/s. Largest error on the measurements "
             f"{p['error']:.0%}. Every process has the links of this run.",
-            markup=False,
             highlight=False,
         )
         table = Table()

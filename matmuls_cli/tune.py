@@ -65,7 +65,7 @@ def tune(
         console.print(table)
         console.print(f"written: {configs.file_of(configs.user_folder(), gpu.name)}")
     if failed := [_problem_name(p) for p, f in zip(todo, found, strict=True) if f.entry is None]:
-        raise fail(f"no tile sizes could be timed, and those in use are kept, for {', '.join(failed)}", 1)
+        raise fail(f"no tile sizes could be timed, and those in use are kept, for {', '.join(failed)}", status=1)
 
 
 def _time(us: float) -> str:

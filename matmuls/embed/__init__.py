@@ -2,6 +2,6 @@
 
 from .job import SUFFIXES, Job, Progress, Summary, run
 from .journal import Foreign
-from .records import FORMATS, Unreadable
+from .records import FORMATS, Source, Unreadable
 
-__all__ = ["FORMATS", "SUFFIXES", "Foreign", "Job", "Progress", "Summary", "Unreadable", "run"]
+__all__ = ["FORMATS", "SUFFIXES", "Foreign", "Job", "Progress", "Source", "Summary", "Unreadable", "run"]

@@ -3,7 +3,7 @@
 import json
 import struct
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -29,15 +29,15 @@ def header(suffix: str, rows: int, width: int, dtype: "np.dtype[Any]") -> bytes:
     return b"\x93NUMPY\x01\x00" + struct.pack("<H", _NPY - 10) + text.ljust(_NPY - 11) + b"\n"
 
 
-def to_parquet(npy: Path, parquet_file: Path) -> None:
-    """Copy the rows of an .npy file to a Parquet file, as lists of fixed size; a row of NaN becomes null."""
+def to_parquet(npy: Path, file: BinaryIO) -> None:
+    """Write the rows of an .npy file as a Parquet file, as lists of fixed size; a row of NaN becomes null."""
     import pyarrow
     from pyarrow import parquet
 
     rows: Any = np.load(npy, mmap_mode="r")
     kind = pyarrow.list_(pyarrow.from_numpy_dtype(rows.dtype), rows.shape[1])
     schema = pyarrow.schema([(NAME, kind)])
-    with parquet.ParquetWriter(parquet_file, schema) as writer:
+    with parquet.ParquetWriter(file, schema) as writer:
         for start in range(0, len(rows), ROWS):
             some = np.array(rows[start : start + ROWS])
             missing = pyarrow.array(np.isnan(some[:, 0]))

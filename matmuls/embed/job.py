@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 
 from .formats import header, to_parquet
-from .journal import Foreign, Rows, beside, publish
-from .records import Record, records
+from .journal import Foreign, Rows, beside, new_file, publish
+from .records import Record, Source
+from .streams import MOST
 
 KEEP_SECONDS = 2.0  # between two entries of the journal
 SUFFIXES = (".npy", ".safetensors", ".parquet")
@@ -29,21 +30,25 @@ Found = tuple[float, Path, Record]  # the share of all bytes that is read by the
 
 @dataclass(frozen=True)
 class Job:
-    """The files, the result and the options of a run. names: the field or column with the text, of each input. chunk:
-    records that are encoded together, in every run the same, so that the bytes are. options: what else the vectors
-    depend on, by its name in messages."""
+    """The inputs, the result and the options of a run. chunk: most records that are encoded together; in every run the
+    same, so that the bytes are. options: what else the vectors depend on, by its name in messages."""
 
-    inputs: list[Path]
+    inputs: list[Source]
     out: Path
-    names: list[str]
     chunk: int
     options: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def goes_on(self) -> bool:
+        """A run that was stopped can go on: no input is a pipe, which cannot be read again."""
+        return not any(source.is_pipe for source in self.inputs)
+
     def facts(self) -> dict[str, Any]:
         """The facts that must be equal when a stopped run goes on."""
-        stats = [(path, path.stat()) for path in self.inputs]
+        stats = [(source.path, source.path.stat()) for source in self.inputs]
         found = [[str(path.resolve()), stat.st_size, stat.st_mtime_ns] for path, stat in stats]
-        return {"input files": found, "--field or --column": self.names, "chunks": self.chunk, **self.options}
+        names = [[source.name, source.kind] for source in self.inputs]
+        return {"input files": found, "--field, --column or --format": names, "chunks": self.chunk, **self.options}
 
 
 @dataclass(frozen=True)
@@ -80,12 +85,13 @@ def run(
         raise Foreign(f"{job.out} exists: delete it, or name another file")
     like = encode([""])
     width, dtype = like.shape[1], like.dtype
-    rows = Rows(job.out, job.facts(), width, dtype, header(job.out.suffix, 0, width, dtype))
+    facts = job.facts() if job.goes_on else None
+    rows = Rows(job.out, facts, width, dtype, header(job.out.suffix, 0, width, dtype))
     try:
         found = _numbered(job)
         skipped = deque(islice(found, rows.count), maxlen=1)  # an earlier run has encoded them
         news(Progress(skipped[0][0] if skipped else 0.0, rows.count, resumed=True))
-        shares = _encoded(found, job.chunk, rows, lambda chunk: _vectors(chunk, encode, width, dtype))
+        shares = _encoded(job, found, rows, lambda chunk: _vectors(chunk, encode, width, dtype))
         with closing(shares):  # waits for the other thread
             for done in shares:
                 news(Progress(done, rows.count))
@@ -96,14 +102,15 @@ def run(
     whole = beside(job.out)[0]
     if job.out.suffix == ".parquet":
         whole = job.out.with_name(f"{job.out.name}.new")
-        to_parquet(beside(job.out)[0], whole)
+        with new_file(whole) as file:
+            to_parquet(beside(job.out)[0], file)
     publish(job.out, whole)
     return Summary(rows.count, width, rows.bad_count, rows.bad)
 
 
 def _encoded(
+    job: Job,
     found: Iterator[Found],
-    size: int,
     rows: Rows,
     vectors: "Callable[[list[Found]], tuple[np.ndarray[Any, Any], list[str]]]",
 ) -> Generator[float, None, None]:
@@ -122,27 +129,40 @@ def _encoded(
     with ThreadPoolExecutor(1, thread_name_prefix="matmuls-files") as files:
 
         def read() -> "Future[list[Found]]":
-            return files.submit(lambda: list(islice(found, size)))
+            return files.submit(_chunk, found, job.chunk)
 
-        following, appended = read(), None
-        while chunk := following.result():
-            following = read()
-            made = vectors(chunk)
+        try:
+            following, appended = read(), None
+            while chunk := following.result():
+                following = read()
+                made = vectors(chunk)
+                if appended is not None:
+                    yield appended.result()
+                appended = files.submit(append, *made, chunk[-1][0])
             if appended is not None:
                 yield appended.result()
-            appended = files.submit(append, *made, chunk[-1][0])
-        if appended is not None:
-            yield appended.result()
+        finally:
+            for source in job.inputs:
+                source.stop()
+
+
+def _chunk(found: Iterator[Found], most: int) -> list[Found]:
+    """The next records, at most so many; fewer where their texts are long, so that memory stays flat."""
+    chunk: list[Found] = []
+    size = 0
+    while len(chunk) < most and size < MOST and (one := next(found, None)) is not None:
+        chunk.append(one)
+        size += len(one[2].text or "")
+    return chunk
 
 
 def _numbered(job: Job) -> Iterator[Found]:
     """The records of all inputs, each with the share of all bytes that is read by then."""
-    sizes = [path.stat().st_size for path in job.inputs]
-    before, total = 0, max(sum(sizes), 1)
-    for path, name, size in zip(job.inputs, job.names, sizes, strict=True):
-        for record in records(path, name):
-            yield (before + record.done * size) / total, path, record
-        before += size
+    before, total = 0, max(sum(source.size for source in job.inputs), 1)
+    for source in job.inputs:
+        for record in source:
+            yield (before + record.done * source.size) / total, source.path, record
+        before += source.size
 
 
 def _vectors(

@@ -88,7 +88,7 @@ def plot(path: Path, cases: list[Case], sweep: bool, environment: Mapping[str, A
         figures.name_axes(part, x, "time of A @ B, µs (lower is better)", f"{dtype}, B of {n} columns")
         part.set_yscale("log")
         if not sweep:
-            part.set_xticks(where, [c.matrix for c in own], rotation=60, ha="right", fontsize=7)
+            part.set_xticks(where, [c.matrix for c in own], rotation=60, ha="right", fontsize=7, parse_math=False)
     for unused in axes[len(kinds) :]:
         unused.set_axis_off()
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize=7)

@@ -21,7 +21,6 @@ from common.sentence_cases import minilm, saved, sentence_transformers, texts
 from matmuls import embed
 from matmuls.embed import formats
 from matmuls.embed import job as job_of
-from matmuls.embed.records import records
 from matmuls_cli.app import app
 
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -42,10 +41,11 @@ def written(path, given):
     """The texts in a file of the format that its suffix names."""
     if path.suffix == ".parquet":
         parquet.write_table(pyarrow.table({"n": range(len(given)), "text": given}), path, row_group_size=7)
-    elif path.suffix in (".csv", ".tsv"):
+    elif path.suffix == ".csv":
         with path.open("w", newline="", encoding="utf-8") as file:
-            lines = csv.writer(file, delimiter="\t" if path.suffix == ".tsv" else ",")
-            lines.writerows([("n", "text"), *enumerate(given)])
+            csv.writer(file).writerows([("n", "text"), *enumerate(given)])
+    elif path.suffix == ".tsv":
+        path.write_text("".join(f"{n}\t{text}\n" for n, text in [("n", "text"), *enumerate(given)]), encoding="utf-8")
     elif path.suffix == ".jsonl":
         path.write_text("".join(json.dumps({"n": n, "text": x}) + "\n" for n, x in enumerate(given)))
     else:
@@ -64,11 +64,11 @@ def vectors(path):
 @pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".csv", ".tsv", ".parquet"])
 @pytest.mark.parametrize("out", [".npy", ".safetensors", ".parquet"])
 def test_every_format_gives_the_vectors_of_stock(tmp_path, model, suffix, out):
-    given = ["word1 word2", 'word3, "word4"', "", "word5 ünknown\tword6", *texts(20)]
+    given = ["word1 word2", 'word3, "word4"', '"word3" word4', "", "word5 ünknown word6", *texts(20)]
     file = written(tmp_path / f"in{suffix}", given)
     run = called(file, "--model", model, "--out", tmp_path / f"v{out}", "--device", "cpu")
     assert run.exit_code == 0, run.output
-    assert f"v{out}, 24 x 32, in 0:0" in run.output.replace("\n", "")
+    assert f"v{out}, 25 x 32, in 0:0" in run.output.replace("\n", "")
     stock = sentence_transformers.SentenceTransformer(str(model), device="cpu").encode(given)
     found = vectors(tmp_path / f"v{out}")
     assert found.dtype == np.float32
@@ -108,7 +108,11 @@ BAD = {
         },
         9,
     ),
-    "in.csv": (b'n,text\n1,word1\n2\n3,"a\nb"\n\n4,\xff\n5,word2\n', {3: "no column text", 7: "no valid UTF-8"}, 5),
+    "in.csv": (
+        b'n,text\n1,word1\n2\n3,"a\nb"\n\n4,\xff\n5,word2\n',
+        {2: "line 3: expected 2 fields as in the header, got 1", 4: "line 7: no valid UTF-8"},
+        5,
+    ),
 }
 
 
@@ -137,7 +141,7 @@ def test_records_without_a_text_are_named_and_have_a_row(tmp_path, model, name, 
 
 def test_a_null_of_parquet_has_no_text(tmp_path):
     parquet.write_table(pyarrow.table({"text": ["a", None, "b"]}), tmp_path / "in.parquet")
-    found = list(records(tmp_path / "in.parquet", "text"))
+    found = list(embed.Source(tmp_path / "in.parquet"))
     assert [(r.number, r.text) for r in found] == [(1, "a"), (2, None), (3, "b")]
     assert found[1].why == "no text in column text"
     assert found[-1].done == 1
@@ -202,7 +206,7 @@ def encode(texts):
     return np.array([[zlib.crc32(t.encode()), len(t), 1.0] for t in texts], np.float32)
 def news(progress):
     print(progress.rows, flush=True)
-print(embed.run(embed.Job(files, out, ["text"] * len(files), 7, {}), encode, news))
+print(embed.run(embed.Job([embed.Source(file) for file in files], out, 7, {}), encode, news))
 """
 
 
@@ -241,7 +245,7 @@ def test_rows_behind_the_journal_are_cut_off(tmp_path, monkeypatch):
     monkeypatch.setattr(job_of, "KEEP_SECONDS", math.inf)  # an entry only at the end
     file = written(tmp_path / "in.txt", texts(30))
     out = tmp_path / "v.npy"
-    job = embed.Job([file], out, [""], 10, {})
+    job = embed.Job([embed.Source(file)], out, 10, {})
 
     def encode(given):
         return np.array([[len(x), 2.0] for x in given], np.float32)
@@ -261,16 +265,16 @@ def test_rows_behind_the_journal_are_cut_off(tmp_path, monkeypatch):
 
 def test_files_are_read_and_written_while_texts_are_encoded(tmp_path, monkeypatch):
     given, out = texts(40), tmp_path / "v.npy"
-    job = embed.Job([written(tmp_path / "in.txt", given)], out, [""], 10, {})
     read, appended, calls = [], [], []
 
-    def noted(*args):
-        for record in records(*args):
-            read.append(record)
-            yield record
+    class Noted(embed.Source):
+        def __iter__(self):
+            for record in super().__iter__():
+                read.append(record)
+                yield record
 
+    job = embed.Job([Noted(written(tmp_path / "in.txt", given))], out, 10, {})
     append = job_of.Rows.append
-    monkeypatch.setattr(job_of, "records", noted)
     monkeypatch.setattr(job_of.Rows, "append", lambda *args: (append(*args), appended.append(len(args[1]))))
 
     def encode(some):
@@ -287,7 +291,7 @@ def test_files_are_read_and_written_while_texts_are_encoded(tmp_path, monkeypatc
 
 
 def test_errors_leave_no_thread_and_keep_what_was_encoded(tmp_path):
-    job = embed.Job([written(tmp_path / "in.txt", texts(40))], tmp_path / "v.npy", [""], 10, {})
+    job = embed.Job([embed.Source(written(tmp_path / "in.txt", texts(40)))], tmp_path / "v.npy", 10, {})
     calls = []
 
     def fails(some):
@@ -315,17 +319,17 @@ def test_another_run_is_not_continued(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(job_of, "KEEP_SECONDS", 0.0)
         with pytest.raises(KeyboardInterrupt):
-            embed.run(embed.Job([file], out, [""], 10, {"--model": "a"}), encode, stops)
+            embed.run(embed.Job([embed.Source(file)], out, 10, {"--model": "a"}), encode, stops)
     with pytest.raises(embed.Foreign, match="of a run with other --model"):
-        embed.run(embed.Job([file], out, [""], 10, {"--model": "b"}), encode)
+        embed.run(embed.Job([embed.Source(file)], out, 10, {"--model": "b"}), encode)
     (tmp_path / "v.npy.journal").write_text("{}")
     with pytest.raises(embed.Foreign, match="expected the journal of a run"):
-        embed.run(embed.Job([file], out, [""], 10, {"--model": "a"}), encode)
+        embed.run(embed.Job([embed.Source(file)], out, 10, {"--model": "a"}), encode)
 
 
 def test_one_process_at_a_time(tmp_path):
     file, out = written(tmp_path / "in.txt", texts(30)), tmp_path / "v.npy"
-    job = embed.Job([file], out, [""], 10, {})
+    job = embed.Job([embed.Source(file)], out, 10, {})
 
     def encode(given):
         return np.ones((len(given), 2), np.float32)

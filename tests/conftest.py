@@ -112,8 +112,8 @@ def pytest_testnodedown(node):
 def pytest_terminal_summary(terminalreporter):
     if left_out["left out"]:
         terminalreporter.write_line(
-            f"A short run: {left_out['left out']} of {left_out['all']} tests were left out, which are longer or combine the"
-            " same parameters in other ways. `pytest --exhaustive` runs all; a test or folder that you name runs whole."
+            f"A short run: {left_out['left out']} of {left_out['all']} tests were left out, which are longer or combine"
+            " the same parameters in other ways. `pytest --exhaustive` runs all; a test or folder that you name runs whole."
         )
 
 

@@ -58,30 +58,39 @@ def _value(value):
 
 
 def _short(items):
-    """The tests of a short run: of each test without the mark `exhaustive`, as few parametrizations as together take
-    each value of each parameter. The next has the most new values, and then the least used ones.
+    """The tests of a short run: of each test, as few parametrizations as together take each value of each parameter.
+    The next has the most new values, and then the least used ones. The mark `exhaustive` leaves out a test, and
+    `exhaustive(keep=n)` leaves n of these parametrizations, evenly spaced.
     """
     tests = {}
     for item in items:
-        if "exhaustive" not in item.keywords:
+        mark = item.get_closest_marker("exhaustive")
+        keep = mark.kwargs.get("keep", 0) if mark else len(items)
+        if keep:
             values = item.callspec.params.items() if hasattr(item, "callspec") else ()
-            test = tests.setdefault((item.nodeid.split("[")[0], "cuda" in item.keywords), [])
+            test = tests.setdefault((item.nodeid.split("[")[0], "cuda" in item.keywords, keep), [])
             test.append((item, [(name, *_value(value)) for name, value in values]))
     kept = set()
-    for rest in tests.values():
-        if len(rest) in map(len, map(set, zip(*(values for _, values in rest), strict=True))):
-            kept.update(item for item, _ in rest)  # each has a value of its own
-            continue
-        used = Counter()
-        while rest:
-            news = [sum(not used[v] for v in values) for _, values in rest]
-            if used and not max(news):
-                break
-            worth = [(new, -sum(used[v] for v in values)) for new, (_, values) in zip(news, rest, strict=True)]
-            item, values = rest.pop(worth.index(max(worth)))
-            kept.add(item)
-            used.update(values)
+    for (_, _, keep), rest in tests.items():
+        covering = _covering(rest)
+        chosen = [item for item, _ in rest if item in covering]
+        kept.update(chosen[:: -(-len(chosen) // keep)])
     return [item for item in items if item in kept]
+
+
+def _covering(test):
+    if len(test) in map(len, map(set, zip(*(values for _, values in test), strict=True))):
+        return {item for item, _ in test}  # each has a value of its own
+    used, rest, found = Counter(), list(test), set()
+    while rest:
+        news = [sum(not used[v] for v in values) for _, values in rest]
+        if used and not max(news):
+            break
+        worth = [(new, -sum(used[v] for v in values)) for new, (_, values) in zip(news, rest, strict=True)]
+        item, values = rest.pop(worth.index(max(worth)))
+        found.add(item)
+        used.update(values)
+    return found
 
 
 @pytest.hookimpl(trylast=True)  # after -m and -k
@@ -113,7 +122,7 @@ def pytest_terminal_summary(terminalreporter):
     if left_out["left out"]:
         terminalreporter.write_line(
             f"A short run: {left_out['left out']} of {left_out['all']} tests were left out, which are longer or combine"
-            " the same parameters in other ways. `pytest --exhaustive` runs all; a test or folder that you name runs whole."
+            " the same parameters otherwise. `pytest --exhaustive` runs all; a test or folder that you name runs whole."
         )
 
 

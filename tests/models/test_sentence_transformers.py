@@ -78,6 +78,7 @@ CALLS = {
 }
 
 
+@pytest.mark.exhaustive(keep=7)
 @pytest.mark.parametrize("call", CALLS)
 def test_results_are_those_of_stock(pair, call):
     stock, ours, handle = pair

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from .. import experiment
 from ..bench import DENSE, geometric_mean
 from .format import number, table
+from .graphs import STEPS, speeds
 from .masked import over_rival
 from .plot import Panel, Plot
 from .results import Results, Rows
@@ -126,7 +127,9 @@ def memory(results: Results) -> str:
         own = [r for r in run.rows if r["task"] == task]
         returned += next(r["peak_mib"] - r["above_mib"] for r in own if r["case"] == longest)
         mib = (_mib(own, longest, way) for way in (stock, "custom_mm, optimized"))
-        rows.append([words, *(f"{x:,.0f} MiB{note}" for x, note in zip(mib, (f" ({stock} attention)", ""), strict=True))])
+        rows.append(
+            [words, *(f"{x:,.0f} MiB{note}" for x, note in zip(mib, (f" ({stock} attention)", ""), strict=True))]
+        )
     header = (
         "attention probabilities",
         "stock model",
@@ -146,9 +149,24 @@ def masked(results: Results) -> str:
     dense = [s for s in (over(r, DENSE) for r in rows) if s is not None]
     return (
         "`masked_linear` multiplies each row by one of two weights. It is "
-        f"{number(min(rivals))} to {number(max(rivals))} times as fast as the fastest rival: torch's products of split, "
-        f"sorted or blended rows ({rows[0]['dtype']}, {run.card}, {kind_of(rows)}, {len(rivals)} cases). It has "
+        f"{number(min(rivals))} to {number(max(rivals))} times as fast as the fastest rival: torch's products of "
+        f"split, sorted or blended rows ({rows[0]['dtype']}, {run.card}, {kind_of(rows)}, {len(rivals)} cases). It has "
         f"{number(min(dense))} to {number(max(dense))} times the speed of one dense product, with a single weight."
+    )
+
+
+def graphs(results: Results) -> str:
+    run = results.run(STEPS)
+    parts = []
+    for rival, ours, words in (
+        ("PyG edges", "plans edges", "a tensor of edges"),
+        ("PyG adjacency", "plans adjacency", "a sparse adjacency"),
+    ):
+        known = [speed for speed, _ in speeds(run, (rival,), (ours,))]
+        parts.append(f"{number(geometric_mean(known))} times as fast with {words} (at least {number(min(known))})")
+    return (
+        "After `matmuls.integrations.pyg.enable()`, a training step of models of PyTorch Geometric (GCN, GraphSAGE, "
+        f"GIN) is on average {' and '.join(parts)}, as called ({run.card}, {len(run.rows)} cases each)."
     )
 
 
@@ -194,4 +212,6 @@ def _speed(cases: list[experiment.Case], ratio: Ratio, base: str = "") -> str:
     return f"{number(geometric_mean(known))} {words} (at least {number(min(known))}, {len(known)} cases)"
 
 
-SENTENCES: dict[str, Callable[[Results], str]] = {f.__name__: f for f in (attention, sparse, memory, encoders, masked, cpu)}
+SENTENCES: dict[str, Callable[[Results], str]] = {
+    f.__name__: f for f in (attention, sparse, memory, encoders, graphs, masked, cpu)
+}

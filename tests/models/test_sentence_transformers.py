@@ -361,6 +361,7 @@ def test_a_pool_of_processes_runs_the_optimized_model(pair):
     assert handle.tokens > before
 
 
+@pytest.mark.exhaustive(keep=1)
 @pytest.mark.parametrize(
     "call",
     [

@@ -53,7 +53,3 @@ if reason := why_not():
     raise ImportError(reason, name="custom_mm._C")
 
 from . import _C  # noqa: E402
-
-# MKL 2024.2, which CPU builds of torch 2.13 hold, stores the processor's type in two steps in the first vector call of a
-# process. A thread that reads it in between computes with 11 bits (torch.exp: errors of 1.5e-4). So that call is here.
-torch.exp(torch.zeros(1, dtype=torch.float32, device="cpu"))

@@ -4,6 +4,7 @@ import importlib.util
 import os
 import re
 import shutil
+import struct
 import subprocess
 import sys
 import tarfile
@@ -12,6 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+import custom_mm
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = {"capture_output": True, "text": True, "check": False}
@@ -143,3 +146,15 @@ def test_edited_files_keep_objects_of_their_own(tmp_path):
         assert sorted(included) == files
         counts.append(len(units))
     assert counts == [2, 3]
+
+
+def test_addresses_of_functions_are_read_only_after_the_import():
+    """The linker's RELRO and BIND_NOW, by the program headers and the dynamic section of an ELF file of 64 bits."""
+    relro, dynamic, flags, bind_now = 0x6474E552, 2, 30, 8
+    library = Path(custom_mm._C.__file__).read_bytes()
+    start, (entry, count) = *struct.unpack_from("<Q", library, 32), struct.unpack_from("<HH", library, 54)
+    headers = [struct.unpack_from("<IIQQQQ", library, start + i * entry) for i in range(count)]
+    offset, size = next((offset, size) for kind, _, offset, _, _, size in headers if kind == dynamic)
+    tags = dict(struct.iter_unpack("<QQ", library[offset : offset + size]))
+    assert relro in [kind for kind, *_ in headers]
+    assert tags.get(flags, 0) & bind_now

@@ -148,8 +148,8 @@ def test_edited_files_keep_objects_of_their_own(tmp_path):
     assert counts == [2, 3]
 
 
-def test_addresses_of_functions_are_read_only_after_the_import():
-    """The linker's RELRO and BIND_NOW, by the program headers and the dynamic section of an ELF file of 64 bits."""
+def test_the_extension_is_hardened():
+    """Addresses of functions are read-only after the import, by RELRO and BIND_NOW of an ELF file of 64 bits; the stack is checked."""
     relro, dynamic, flags, bind_now = 0x6474E552, 2, 30, 8
     library = Path(custom_mm._C.__file__).read_bytes()
     start, (entry, count) = *struct.unpack_from("<Q", library, 32), struct.unpack_from("<HH", library, 54)
@@ -158,3 +158,4 @@ def test_addresses_of_functions_are_read_only_after_the_import():
     tags = dict(struct.iter_unpack("<QQ", library[offset : offset + size]))
     assert relro in [kind for kind, *_ in headers]
     assert tags.get(flags, 0) & bind_now
+    assert b"__stack_chk_fail" in library  # -fstack-protector-strong

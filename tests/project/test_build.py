@@ -149,7 +149,7 @@ def test_edited_files_keep_objects_of_their_own(tmp_path):
 
 
 def test_the_extension_is_hardened():
-    """Addresses of functions are read-only after the import, by RELRO and BIND_NOW of an ELF file of 64 bits; the stack is checked."""
+    """Addresses of functions are read-only after the import, by RELRO and BIND_NOW; the stack is checked."""
     relro, dynamic, flags, bind_now = 0x6474E552, 2, 30, 8
     library = Path(custom_mm._C.__file__).read_bytes()
     start, (entry, count) = *struct.unpack_from("<Q", library, 32), struct.unpack_from("<HH", library, 54)

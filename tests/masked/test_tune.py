@@ -341,6 +341,7 @@ def in_use(problem, folder):
 SHIPPED = configs.read(configs.file_of(configs.SHIPPED, H200.name), H200.name)
 
 
+@pytest.mark.exhaustive(keep=1)
 @pytest.mark.parametrize("budget", [0, 3, 40])
 def test_the_shipped_tiles_stay_unless_others_are_faster(budget, tmp_path):
     """With the times that the shipped file states, and slower ones for all other tiles."""

@@ -34,8 +34,13 @@ def _names_tests(config):
 
 
 def pytest_configure(config):
-    if not hasattr(config, "workerinput"):  # a process of xdist has the options of the one that started it
-        config.option.exhaustive = _names_tests(config)
+    told = getattr(config, "workerinput", None)  # a process of xdist sees other arguments than the one that started it
+    config.option.exhaustive = told["exhaustive"] if told else _names_tests(config)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    node.workerinput["exhaustive"] = node.config.option.exhaustive
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -50,7 +55,7 @@ def pytest_xdist_auto_num_workers(config):
 
 
 def _value(value):
-    """What equal values of a parameter share; those without a hash are told apart."""
+    """A key of a parameter's value: equal values have the same, but for values without a hash."""
     try:
         return type(value), hash(value), value
     except TypeError:

@@ -140,7 +140,8 @@ MAY_IMPORT = {
     "report.results": {"ablation", "experiment", "figures"},
     "report.page": {f"report.{m}" for m in ("format", "plot", "results")},
     "report.times": {"bench", "report.format", "report.results"},
-    "report.headlines": {"bench", "experiment"} | {f"report.{m}" for m in ("format", "plot", "results", "times")},
+    "report.headlines": {"bench", "experiment"}
+    | {f"report.{m}" for m in ("format", "graphs", "masked", "plot", "results", "times")},
     "report.distributed": {"report.format", "report.page", "report.results"},
     "report.graphs": {"bench", "report.format", "report.page", "report.results"},
     **{

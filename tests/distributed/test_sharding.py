@@ -11,7 +11,7 @@ from common.distributed_processes import expect_no_errors, once, run_checks
 CHECKS = [*sharding_checks.CHECKS, *parallel_checks.CHECKS]
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def on_cpus(request, tmp_path_factory):
     """The errors of every check; the processes are started once for each number of them."""
     world = request.param

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 
+@pytest.mark.exhaustive(keep=1)  # 30 to 40 s each
 @pytest.mark.parametrize(("family", "least"), [("masked", 40), ("blocks", 60)])
 def test_kernels_in_the_interpreter(family, least):
     pytest.importorskip("triton")

@@ -341,6 +341,7 @@ def in_use(problem, folder):
 SHIPPED = configs.read(configs.file_of(configs.SHIPPED, H200.name), H200.name)
 
 
+@pytest.mark.exhaustive(keep=1)
 @pytest.mark.parametrize("budget", [0, 3, 40])
 def test_the_shipped_tiles_stay_unless_others_are_faster(budget, tmp_path):
     """With the times that the shipped file states, and slower ones for all other tiles."""
@@ -444,6 +445,7 @@ def compiles(problem, tiles):
     return [0.0] * len(tiles)
 
 
+@pytest.mark.exhaustive  # 12 s, as the crash of a trial below
 def test_trials_are_compiled_in_advance_and_a_crash_there_is_ignored(tmp_path):
     problem = PROBLEM._replace(operator=str(tmp_path))
     tried = [Tiles(rows, 64, depth) for rows in (128, 16, 256) for depth in (32, 64)]

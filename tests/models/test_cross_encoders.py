@@ -248,6 +248,7 @@ def test_threads_predict_at_once(both):
             same(found, want)
 
 
+@pytest.mark.exhaustive  # 18 s; test_sentence_transformers.py has processes too
 def test_processes(tmp_path):
     stock, ours = (small_ranker("bert", tmp_path) for _ in range(2))
     handle = optimize(ours)

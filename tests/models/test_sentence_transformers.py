@@ -78,6 +78,7 @@ CALLS = {
 }
 
 
+@pytest.mark.exhaustive(keep=7)
 @pytest.mark.parametrize("call", CALLS)
 def test_results_are_those_of_stock(pair, call):
     stock, ours, handle = pair
@@ -372,6 +373,7 @@ def test_a_pool_of_processes_runs_the_optimized_model(pair):
     assert handle.tokens > before
 
 
+@pytest.mark.exhaustive(keep=1)
 @pytest.mark.parametrize(
     "call",
     [

@@ -318,6 +318,7 @@ def compiles_dies_or_hangs(share, *_):
     time.sleep(60 * (share - 1) if share else 0)
 
 
+@pytest.mark.exhaustive(keep=1)
 @pytest.mark.parametrize(("workers", "seconds"), [(2, 100), (1, 100), (9, 0.1)])
 def test_precompile_continues_if_a_process_fails(monkeypatch, workers, seconds):
     monkeypatch.setattr(jobs, "TABLE", (made_up(cases=(ones(4), ones(5)), bench_dtypes=REAL[:1], compiled=True),))

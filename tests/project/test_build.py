@@ -4,6 +4,7 @@ import importlib.util
 import os
 import re
 import shutil
+import struct
 import subprocess
 import sys
 import tarfile
@@ -12,6 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+import custom_mm
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = {"capture_output": True, "text": True, "check": False}
@@ -143,3 +146,16 @@ def test_edited_files_keep_objects_of_their_own(tmp_path):
         assert sorted(included) == files
         counts.append(len(units))
     assert counts == [2, 3]
+
+
+def test_the_extension_is_hardened():
+    """Addresses of functions are read-only after the import, by RELRO and BIND_NOW; the stack is checked."""
+    relro, dynamic, flags, bind_now = 0x6474E552, 2, 30, 8
+    library = Path(custom_mm._C.__file__).read_bytes()
+    start, (entry, count) = *struct.unpack_from("<Q", library, 32), struct.unpack_from("<HH", library, 54)
+    headers = [struct.unpack_from("<IIQQQQ", library, start + i * entry) for i in range(count)]
+    offset, size = next((offset, size) for kind, _, offset, _, _, size in headers if kind == dynamic)
+    tags = dict(struct.iter_unpack("<QQ", library[offset : offset + size]))
+    assert relro in [kind for kind, *_ in headers]
+    assert tags.get(flags, 0) & bind_now
+    assert b"__stack_chk_fail" in library  # -fstack-protector-strong

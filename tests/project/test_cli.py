@@ -63,6 +63,7 @@ def test_bert_prints_similarities_difference_time_and_memory():
     assert run.stdout.splitlines()[-1] == ON_A_CPU
 
 
+@pytest.mark.exhaustive  # 12 to 17 s, as the run of the command above
 def test_texts_are_shown_as_they_are():
     run = matmuls("bert", "one [/b] of [bold]two[/bold]", ":cat:", "--device", "cpu")
     assert (run.returncode, run.stderr) == (0, "")
@@ -70,6 +71,7 @@ def test_texts_are_shown_as_they_are():
     assert ":cat:" in run.stdout
 
 
+@pytest.mark.exhaustive  # 12 to 17 s, as the run of the command above
 def test_bert_json_and_file(tmp_path):
     (tmp_path / "texts").write_text("How old are you?\n\nWhat is your age?\n")
     run = matmuls("bert", "A cat.", "--file", str(tmp_path / "texts"), "--json", "--device", "cpu")
@@ -81,6 +83,7 @@ def test_bert_json_and_file(tmp_path):
     assert all(r["ms"] > 0 and r["peak_mib"] > 0.05 for r in result["runs"])
 
 
+@pytest.mark.exhaustive  # 12 to 17 s, as the run of the command above
 def test_bert_optimized_with_all_attentions_and_a_picture(tmp_path):
     picture = tmp_path / "heads.png"
     pytest.importorskip("matplotlib")
@@ -107,6 +110,7 @@ def save(model, folder):
     transformers.BertTokenizer(str(folder / "vocab.txt")).save_pretrained(folder)
 
 
+@pytest.mark.exhaustive  # 11 s
 def test_bert_names_a_model_that_it_cannot_optimize(tmp_path):
     import transformers
 
@@ -131,6 +135,7 @@ def gemma2():
     return t.Gemma2Model(t.Gemma2Config(**SMALL, num_key_value_heads=1, head_dim=8))
 
 
+@pytest.mark.exhaustive(keep=1)
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -149,6 +154,7 @@ def test_bert_names_a_model_that_it_cannot_run(tmp_path, make, words):
     assert run.stderr.startswith(f"matmuls: bert: {words}")
 
 
+@pytest.mark.exhaustive  # 9 s each
 @pytest.mark.parametrize(
     ("kind", "own"),
     [

@@ -71,6 +71,7 @@ def compiled(source: Path, folder: Path) -> Path:
     return library
 
 
+@pytest.mark.exhaustive  # compiles it
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 def test_the_operation_is_complete(tmp_path):
     for title in ("src/dense/scale.cu", "matmuls/dense.py", "matmuls/specs/dense.py"):

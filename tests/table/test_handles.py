@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -197,8 +198,8 @@ def test_workspaces_of_destroyed_streams_are_freed(no_handles):
 
 
 @pytest.mark.cuda
-def test_a_stream_that_reuses_an_address_gets_a_new_workspace(no_handles):
-    """It has a new id and a new workspace; the destroyed stream's work may still use the old one."""
+def test_new_streams_have_new_ids_and_right_products(no_handles):
+    """Also those that the driver gives the address of a destroyed one."""
     runtime = torch.cuda.cudart()
     a = torch.randn(512, 512, device="cuda")
     truth, ids, addresses = a @ a, set(), set()
@@ -215,9 +216,55 @@ def test_a_stream_that_reuses_an_address_gets_a_new_workspace(no_handles):
         torch.cuda.synchronize()
         torch.testing.assert_close(y, truth)
     assert len(ids) == 20
-    assert len(addresses) < 20, "addresses are reused"
     workspaces = [w["stream"] for handle in custom_mm.handle_info() for w in handle["workspaces"]]
     assert len(workspaces) <= len(addresses)
+
+
+# Before CUDA's own functions by LD_PRELOAD: whether the driver reuses an address is its choice, so ids are made up.
+OTHER_IDS = """
+#include <dlfcn.h>
+#include <stddef.h>
+unsigned long long added;
+size_t nbytes, made;
+int cudaStreamGetId(void* stream, unsigned long long* id) {
+  *id = (unsigned long long)stream + added;
+  return 0;
+}
+int cudaMalloc(void** data, size_t wanted) {
+  int (*next)(void**, size_t) = (int (*)(void**, size_t))dlsym(dlopen(RUNTIME, RTLD_LAZY | RTLD_NOLOAD), "cudaMalloc");
+  made += wanted == nbytes;
+  return next(data, wanted);
+}
+"""
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+def test_a_stream_that_reuses_an_address_gets_a_new_workspace(tmp_path, monkeypatch):
+    """It has a new id; the destroyed stream's work may still use the old workspace."""
+    (tmp_path / "ids.c").write_text(OTHER_IDS)
+    runtime = f'-DRUNTIME="libcudart.so.{torch.version.cuda.split(".")[0]}"'
+    command = ["cc", "-shared", "-fPIC", runtime, tmp_path / "ids.c", "-o", tmp_path / "ids.so", "-ldl"]
+    subprocess.run(command, check=True)
+    monkeypatch.setenv("LD_PRELOAD", str(tmp_path / "ids.so"))
+    status, out, err = python(
+        """
+        import ctypes, os, torch, custom_mm
+        ids = ctypes.CDLL(os.environ["LD_PRELOAD"])
+        added, nbytes, made = (ctypes.c_size_t.in_dll(ids, name) for name in ("added", "nbytes", "made"))
+        nbytes.value = (3 << 20) + 256  # no allocation of torch's
+        custom_mm.set_workspace_size(nbytes.value)
+        a = torch.randn(64, 64, device="cuda")
+        truth, stream = a @ a, torch.cuda.Stream()
+        torch.cuda.synchronize()
+        for added.value in (0, 0, 7, 7, 0):
+            with torch.cuda.stream(stream):
+                torch.testing.assert_close(custom_mm.cublas_mmul(a, a), truth)
+            workspaces = [w["stream"] for handle in custom_mm.handle_info() for w in handle["workspaces"]]
+            print(made.value, workspaces == [stream.cuda_stream])
+        """
+    )
+    assert (status, out.splitlines()) == (0, ["1 True", "1 True", "2 True", "2 True", "3 True"]), err
 
 
 @pytest.mark.cuda

@@ -26,6 +26,7 @@ def test_every_operator_has_a_valid_call():
     assert expected == found
 
 
+@pytest.mark.exhaustive(keep=1)
 @pytest.mark.parametrize("first", range(0, CALLS, PART))
 def test_hostile_calls_end_in_an_exception_or_a_result(first, tmp_path):
     log = tmp_path / "log"

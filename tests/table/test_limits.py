@@ -178,7 +178,7 @@ def test_in_a_green_context():
         x = torch.randn(300, 100352, device="cuda", dtype=torch.bfloat16)
         try:
             from torch.cuda.green_contexts import GreenContext
-            context = GreenContext.create(16, 0)
+            context = GreenContext.create(num_sms=16, device_id=0)
         except (ImportError, RuntimeError) as error:
             print("skipped:", error)
             raise SystemExit

@@ -63,6 +63,7 @@ OWNERS = {
 }  # rows may share an operator: the first row has its arguments
 
 
+@pytest.mark.exhaustive(keep=8)
 @pytest.mark.parametrize("operator", OWNERS, ids=str)
 def test_opcheck(operator, device):
     spec = OWNERS[operator]

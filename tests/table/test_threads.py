@@ -87,6 +87,30 @@ def test_a_forked_child_does_not_wait_for_its_parents_threads():
     assert (run.returncode, run.stderr) == (0, ""), run.stderr
 
 
+def test_the_first_vector_call_of_a_process_is_complete_after_the_import():
+    """MKL keeps the processor's type, -1 before that call. Where threads race for it, some compute with 11 bits."""
+    run = python(
+        """
+        import ctypes, torch
+
+        detect = getattr(ctypes.CDLL(f"{torch.__path__[0]}/lib/libtorch_cpu.so"), "mkl_vml_serv_cpu_detect", None)
+        start = ctypes.cast(detect, ctypes.c_void_p).value or 0
+        code = ctypes.string_at(start, 6) if detect else b""
+        if code[:2] != bytes([0x8B, 0x05]):  # mov the kept type, at an offset from the next instruction, to eax
+            print("another MKL")
+            raise SystemExit
+        kept = ctypes.c_int.from_address(start + 6 + int.from_bytes(code[2:], "little", signed=True))
+        before = kept.value
+        import custom_mm
+        print(before, kept.value >= 0)
+        """,
+        "",
+    )
+    if run.stdout == "another MKL\n":
+        pytest.skip("torch was not built with this MKL")
+    assert (run.returncode, run.stdout) == (0, "-1 True\n"), run.stderr
+
+
 MODULES = [
     f"nn.{name}"
     for name, kind in vars(matmuls.nn).items()

@@ -11,7 +11,8 @@ from custom_mm import _C
 from custom_mm.indices import version_of
 from custom_mm.kernel_switch import is_any_off
 
-from .csr_pattern import CsrPattern, values_of
+from .csr_pattern import CsrPattern
+from .tensor_pattern import values_of
 
 State = tuple[int, int]
 

@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .csr_pattern import CsrPattern, pattern_of
+from .csr_pattern import CsrPattern
+from .tensor_pattern import pattern_of
 
 _ops = torch.ops.custom_mm
 _size: Callable[..., tuple[torch.Tensor, torch.Tensor]] = _ops.csr_spgemm_size.default

@@ -23,7 +23,7 @@ import matmuls
 from matmuls import bench
 
 SEED = 20261129
-ROUNDS, ROUND = 15, 4e-3  # rounds of each side; least seconds of a round
+ROUNDS, ROUND = 9, 2e-3  # rounds of each side; least seconds of a round
 Side = Callable[[], object]
 Case = tuple[str, Side, Side]  # what it is, ours, the rival
 

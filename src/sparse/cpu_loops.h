@@ -88,7 +88,7 @@ void rows_of_tile(Tile tile, const Spmm<T, I>& m, int64_t begin, int64_t end, in
   }
 }
 
-// One column of B in float or double, without vectors. Its sums are those of rows_of_tile.
+// One column of B in float or double, without vectors.
 template <bool ordered, bool prefetched, class T, class I>
 void one_column(const Spmm<T, I>& m, int64_t begin, int64_t end) {
   const I *const col = m.col, *const order = m.order;

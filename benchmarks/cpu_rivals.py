@@ -23,7 +23,7 @@ import matmuls
 from matmuls import bench
 
 SEED = 20261129
-ROUNDS, ROUND = 9, 2e-3  # rounds of each side; least seconds of a round
+ROUNDS, ROUND, BUDGET = 9, 2e-3, 1.0  # rounds of each side, 3 at least; least seconds of a round; of a case, about
 Side = Callable[[], object]
 Case = tuple[str, Side, Side]  # what it is, ours, the rival
 
@@ -35,11 +35,14 @@ def speed(ours: Side, rival: Side) -> dict[str, float]:
             side()
         return (time.thread_time() - start) / calls
 
-    calls = []
+    calls, both = [], 0.0
     for side in (ours, rival):
         side()
-        calls.append(max(1, int(ROUND / max(seconds(side, 1), 1e-7))))
-    rounds = [(seconds(ours, calls[0]), seconds(rival, calls[1])) for _ in range(ROUNDS)]
+        once = max(seconds(side, 1), 1e-7)
+        calls.append(max(1, int(ROUND / once)))
+        both += calls[-1] * once
+    count = max(3, min(ROUNDS, int(BUDGET / both)))
+    rounds = [(seconds(ours, calls[0]), seconds(rival, calls[1])) for _ in range(count)]
     us, rival_us = (statistics.median(side) * 1e6 for side in zip(*rounds, strict=True))
     ratio = statistics.median(theirs / own for own, theirs in rounds)
     return {"us": round(us, 1), "rival_us": round(rival_us, 1), "speed": round(ratio, 3)}

@@ -321,8 +321,6 @@ C10_ALWAYS_INLINE void sddmm_write(const Sddmm<T, I>& m, int64_t p, arithmetic_t
   m.out[m.order != nullptr ? static_cast<int64_t>(m.order[p]) : p] = static_cast<T>(m.alpha * sum);
 }
 
-constexpr int kHeld = 4;  // vectors of a row of a that are held in registers
-
 // Rows of NV vectors, the last with `tail` lanes: the row of a stays in registers.
 template <int NV, bool whole, class T, class I>
 void sddmm_short(const Sddmm<T, I>& m, int64_t row, int64_t begin, int64_t end, int tail) {
@@ -348,8 +346,8 @@ template <class T, class I>
 void sddmm_nonzeros(const Sddmm<T, I>& m, int64_t row, int64_t begin, int64_t end) {
   using A = arithmetic_t<T>;
   constexpr int n = kLanes<A>;
-  if (m.batches == 1 && m.n > 0 && m.n <= kHeld * n)
-    return for_each_tile<A, kHeld>(m.n, [&](auto vectors, int64_t, int tail) {
+  if (m.batches == 1 && m.n > 0 && m.n <= kTile * n)
+    return for_each_tile<A>(m.n, [&](auto vectors, int64_t, int tail) {
       if (tail == n)
         sddmm_short<decltype(vectors)::value, true>(m, row, begin, end, tail);
       else

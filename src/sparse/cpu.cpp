@@ -1,6 +1,8 @@
 // The functions of cpu.h: loops compiled for three instruction sets, chosen at run time.
 #include "sparse/cpu.h"
 
+#include <cmath>
+
 #include "cpu/instruction_sets.h"
 
 namespace matmuls {

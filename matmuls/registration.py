@@ -45,15 +45,18 @@ def expect_dense(name: str, **given: object) -> None:
             raise TypeError(f"{name}: expected {what} to be a dense tensor, got {got}")
 
 
-def check_permutation(name: str, what: str, order: Tensor) -> None:
-    """Raises RuntimeError unless order, int64 on a CPU, contains each of 0 to len(order) - 1 once."""
+def check_permutation(name: str, what: str, order: Tensor) -> Tensor:
+    """Raises RuntimeError unless order, int64 on a CPU, contains each of 0 to len(order) - 1 once. Returns their places
+    in it."""
     size = order.shape[0]
     try:
-        every = bool(order.new_zeros(size, dtype=torch.bool).scatter_(0, order, True).all())
+        places = order.new_full((size,), -1).scatter_(0, order, torch.arange(size, device=order.device))
+        every = not size or int(places.min()) >= 0
     except RuntimeError:  # an index is out of bounds
         every = False
     if not every:
         fail(name, f"{what} to be 0 to {size - 1} in some order", order.tolist()[:8])
+    return places
 
 
 def _naming_absent_tensors(name: str, run: Callable[..., Any]) -> Callable[..., Any]:

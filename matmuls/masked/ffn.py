@@ -46,8 +46,8 @@ def _ffn_forward(
 
         y, t = forward(flat(x), w, u, rows, counts, keep)
     else:
-        y, t = plain.ffn(flat(x), w, u, rows, counts)
-    return y if x.dim() == 2 else y.view(x.shape), t if keep else x.new_empty(0)
+        y, t = plain.ffn(flat(x), w, u, rows, counts, keep)
+    return y if x.dim() == 2 else y.view(x.shape), t if keep and t is not None else x.new_empty(0)
 
 
 def _ffn_forward_meta(

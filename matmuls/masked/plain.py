@@ -1,7 +1,8 @@
 """The masked operations with torch's own products: on the CPU, and on a GPU where the Triton kernels do not apply.
 
-On the CPU the counts are known: rows are sorted into the plan's order, where the two experts are two slices. On a GPU
-nothing synchronizes on the counts: both experts' products are computed and blended (float64, and sizes of 0).
+On the CPU the counts are known: rows are sorted into the plan's order, where the two experts are two slices of the
+operands and of the result, which the products write in place. On a GPU nothing synchronizes on the counts: both
+experts' products are computed and blended (float64, and sizes of 0).
 """
 
 from collections.abc import Sequence
@@ -14,6 +15,8 @@ from custom_mm import _C
 
 from ..registration import check_permutation
 
+_silu_backward = torch.ops.aten.silu_backward.default
+
 
 def affine(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
     """x @ w^T + b by torch, or by the product that is independent of the number of rows if that is asked for."""
@@ -21,6 +24,16 @@ def affine(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
         y: Tensor = torch.ops.custom_mm.cublaslt_matmul.default(x, w, b, None, False, True)
         return y
     return F.linear(x, w, b)
+
+
+def affine_into(out: Tensor, x: Tensor, w: Tensor, b: Tensor | None) -> None:
+    """out <- x @ w^T + b."""
+    if _C.is_batch_invariant():
+        out.copy_(affine(x, w, b))
+    elif b is None:
+        torch.mm(x, w.T, out=out)
+    else:
+        torch.addmm(b, x, w.T, out=out)
 
 
 class Split:
@@ -34,8 +47,8 @@ class Split:
         if n1 in (0, x.shape[0]):
             return affine(x, w1, b1) if n1 else affine(x, w2, b2)
         y = x.new_empty(x.shape[0], w1.shape[0])
-        y[:n1] = affine(x[:n1], w1, b1)
-        y[n1:] = affine(x[n1:], w2, b2)
+        affine_into(y[:n1], x[:n1], w1, b1)
+        affine_into(y[n1:], x[n1:], w2, b2)
         return y
 
     def weights(self, g: Tensor, x: Tensor, first: bool, second: bool) -> tuple[Tensor, Tensor]:
@@ -67,7 +80,11 @@ class Blend:
 
 
 def plan(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """rows and counts of a mask [M]: a stable partition by prefix sums."""
+    """rows and counts of a mask [M]: a stable partition, on a GPU by prefix sums."""
+    if mask.is_cpu:
+        first, second = mask.nonzero(), mask.logical_not().nonzero()
+        counts = torch.tensor([first.shape[0], second.shape[0]], dtype=torch.int32)
+        return torch.cat([first, second]).view(-1).int(), counts
     before = mask.cumsum(0, dtype=torch.int32)
     r = torch.arange(mask.shape[0], dtype=torch.int32, device=mask.device)
     n1 = mask.sum(dtype=torch.int32)
@@ -81,7 +98,7 @@ class Ordered:
 
     def __init__(self, rows: Tensor, counts: Tensor) -> None:
         m = rows.shape[0]
-        self.rows = None
+        self.rows = self.places = None
         self.by: Split | Blend
         if rows.device.type == "cpu":
             n1 = int(counts[0])
@@ -90,7 +107,7 @@ class Ordered:
             self.by = Split(n1)
             if n1 not in (0, m):  # all rows belong to one expert: no sorting needed
                 self.rows = rows.long()
-                check_permutation("mask", "rows", self.rows)
+                self.places = check_permutation("mask", "rows", self.rows)
         else:
             first = torch.empty(m, dtype=torch.bool, device=rows.device)
             first[rows.long()] = torch.arange(m, device=rows.device) < counts[0]
@@ -100,7 +117,7 @@ class Ordered:
         return x if self.rows is None else x.index_select(0, self.rows)
 
     def put(self, y: Tensor) -> Tensor:
-        return y if self.rows is None else torch.empty_like(y).index_copy_(0, self.rows, y)
+        return y if self.places is None else y.index_select(0, self.places)
 
 
 def linear(
@@ -120,12 +137,15 @@ def sums(x: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
     return o.by.sums(o.take(x))
 
 
-def ffn(x: Tensor, w: Sequence[Tensor], u: Sequence[Tensor], rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """y and t = [T1, T2]; t in the form that `ffn_backward` takes."""
+def ffn(
+    x: Tensor, w: Sequence[Tensor], u: Sequence[Tensor], rows: Tensor, counts: Tensor, keep: bool
+) -> tuple[Tensor, Tensor | None]:
+    """y and, if `keep`, t = [T1, T2] in the form that `ffn_backward` takes."""
     o = Ordered(rows, counts)
     ordered = o.take(x)
     t1, t2 = o.by.linear(ordered, w[0], u[0]), o.by.linear(ordered, w[2], u[2])
-    return o.put(o.by.linear(F.silu(t1) * t2, w[1], u[1])), torch.cat([t1, t2], 1)
+    t = torch.cat([t1, t2], 1) if keep else None
+    return o.put(o.by.linear(F.silu(t1, inplace=True).mul_(t2), w[1], u[1])), t
 
 
 def ffn_backward(
@@ -145,13 +165,11 @@ def ffn_backward(
         t1, t2 = o.by.linear(x, w[0], u[0]), o.by.linear(x, w[2], u[2])
     else:
         t1, t2 = t.chunk(2, 1)
-    s = t1.sigmoid()
-    silu = t1 * s
-    g = o.by.linear(dy, w[1].T, u[1].T)
-    dt1, dt2 = g * t2 * (s + silu * (1 - s)), g * silu
+    silu, g = F.silu(t1), o.by.linear(dy, w[1].T, u[1].T)
+    dt1, dt2 = _silu_backward(g * t2, t1), g * silu
     grads = [x.new_empty(0) for _ in needs]
     if needs[0]:
-        grads[0] = o.put(o.by.linear(dt1, w[0].T, u[0].T) + o.by.linear(dt2, w[2].T, u[2].T))
+        grads[0] = o.put(o.by.linear(dt1, w[0].T, u[0].T).add_(o.by.linear(dt2, w[2].T, u[2].T)))
     for at, left, right in ((1, dt1, x), (2, dy, silu * t2), (3, dt2, x)):
         if needs[at] or needs[at + 3]:
             grads[at], grads[at + 3] = o.by.weights(left, right, needs[at], needs[at + 3])

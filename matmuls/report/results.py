@@ -24,6 +24,7 @@ NOT_SHOWN = {
     "*training-steps.json": "training steps with the attention function; the guide quotes them",
     "*masked-choices.json": "measurements by which masked products are split; the code quotes them",
     "*attention-backends.json": "a measurement by which torch's attention is chosen",
+    "cpu/cpu-rivals.json": "operations on a CPU against torch's; the limits quote them",
 }
 
 

@@ -13,11 +13,12 @@ from custom_mm.literals import Reduce
 
 from ..dense import matmul
 from ..registration import Applied, expect_dense, number, signature_of_apply
-from .csr_pattern import CsrPattern, from_entries, pattern_of
+from .csr_pattern import CsrPattern
 from .default_spmm import check_operands, default_op, default_product, default_product_into, folded, multiply_batch
 from .foreign import native
 from .plan import Sparse, SparsePlan, plan_of
 from .prepared import record, repeat
+from .tensor_pattern import entries_of, from_entries, pattern_alone, pattern_of
 
 _ops = torch.ops.custom_mm
 _spmm: Callable[..., torch.Tensor] = _ops.csr_spmm.default
@@ -33,6 +34,10 @@ def _parts(name: str, a: Sparse) -> tuple[CsrPattern, torch.Tensor, torch.Size]:
     tensor = native(name, a)
     pattern, values = pattern_of(name, tensor)
     return pattern, values, tensor.shape
+
+
+def _pattern(name: str, a: Sparse) -> CsrPattern:
+    return _parts(name, a)[0] if isinstance(a, SparsePlan) else pattern_alone(name, native(name, a))
 
 
 def spmm(
@@ -97,7 +102,8 @@ def spmm(
             return a._multiply(b)
     if out is None and beta != 0:
         raise ValueError(f"spmm: expected out= with beta={beta}, which multiplies it")
-    pattern, values, shape = _parts("spmm", a)
+    entries = entries_of("spmm", a) if reduce == "sum" else None
+    pattern, values, shape = (*entries, a.shape) if entries else _parts("spmm", a)
     check_operands(shape, b, out)
     if b.dim() == 1:
         if out is not None:
@@ -144,11 +150,11 @@ def sddmm(a: torch.Tensor, b: torch.Tensor, pattern: Sparse, *, alpha: float = 1
         >>> matmuls.sddmm(torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0, 4.0]]), pattern)
         tensor([3., 6., 8.])
     """
-    csr, _, shape = _parts("sddmm", pattern)
+    csr = _pattern("sddmm", pattern)
     expect_dense("sddmm", a=a, b=b)
     if a.dim() < 2 or b.dim() < 2:
         raise RuntimeError(f"sddmm: expected a and b of at least two dimensions, got {list(a.shape)}, {list(b.shape)}")
-    x, y = (folded("sddmm", csr, shape[:-2], *side) for side in ((a, "a"), (b.mT, "b, transposed,")))
+    x, y = (folded("sddmm", csr, pattern.shape[:-2], *side) for side in ((a, "a"), (b.mT, "b, transposed,")))
     gradient = (a.requires_grad or b.requires_grad) and torch.is_grad_enabled()
     if isinstance(alpha, torch.Tensor):
         alpha = number("sddmm", "alpha", alpha)
@@ -182,7 +188,7 @@ def sparse_softmax(values: torch.Tensor, pattern: Sparse, *, scale: float = 1.0)
         >>> matmuls.sparse_softmax(torch.zeros(3), pattern)
         tensor([0.5000, 0.5000, 1.0000])
     """
-    csr, _, _ = _parts("sparse_softmax", pattern)
+    csr = _pattern("sparse_softmax", pattern)
     expect_dense("sparse_softmax", values=values)
     if values.dim() < 1 or values.shape[-1] != csr.nonzeros:
         raise ValueError(

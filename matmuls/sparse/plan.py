@@ -10,7 +10,7 @@ import torch
 from torch.compiler import is_compiling
 
 from ..registration import expect_dense
-from .csr_pattern import CsrPattern, _unsafe_view, for_every_stream, is_capturing, pattern_of, relaxed_capture
+from .csr_pattern import CsrPattern, _unsafe_view, for_every_stream, is_capturing, relaxed_capture
 from .default_spmm import check_operands, default_op, default_product, multiply_batch
 from .described import described
 from .dtensor import product_of_dtensor
@@ -19,6 +19,7 @@ from .loaded import load_plan
 from .prepared import PreparedCalls, PreparedOp
 from .selector import Selector, linear_of
 from .spgemm import spgemm
+from .tensor_pattern import pattern_of
 
 REAL = torch.float64, torch.float32, torch.float16, torch.bfloat16
 DTYPES = *REAL, torch.complex64, torch.complex128
@@ -476,13 +477,12 @@ def plan_of(name: str, a: Any, tuned: bool = True, shared: bool = False, constan
         pattern, values = pattern_of(name, a, wait=False, copied=not shared)
         pattern = pattern.in_int32(None if shared else a)
         selector = Selector(pattern, constant=constant) if tuned and pattern.batch is None else None
-        needs_gradient = a.requires_grad
-        made = SparsePlan(pattern, values.detach() if needs_gradient else values, a.shape, selector)
+        made = SparsePlan(pattern, values.detach() if a.requires_grad else values, a.shape, selector)
         own = a.detach()._values() if a.layout == torch.sparse_coo else a.detach().values()
         is_copy = made.nnz > 0 and own.data_ptr() != values.data_ptr()
         made._prepared = PreparedCalls(
             made._prepared.values,
-            source=a if needs_gradient or (is_copy and not constant) else None,
+            source=a if a.requires_grad or (is_copy and not constant) else None,
             origin=a,
             apart=is_copy or a.layout == torch.sparse_coo,
             values_shape=own.shape,

@@ -10,7 +10,8 @@ import torch
 from custom_mm import _C
 from custom_mm.indices import version_of
 
-from .csr_pattern import CsrPattern, values_of
+from .csr_pattern import CsrPattern
+from .tensor_pattern import values_of
 
 State = tuple[int, int]
 

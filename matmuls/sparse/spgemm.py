@@ -7,8 +7,9 @@ import torch
 
 from custom_mm import _C
 
-from .csr_pattern import CsrPattern, is_transformed, pattern_of
+from .csr_pattern import CsrPattern, is_transformed
 from .foreign import native
+from .tensor_pattern import pattern_of
 
 _ops = torch.ops.custom_mm
 _size: Callable[..., tuple[torch.Tensor, torch.Tensor]] = _ops.csr_spgemm_size.default

@@ -35,6 +35,7 @@ struct Rows {
   decltype(&softmax_side_by_side<T>) softmax_side_by_side;
   decltype(&softmax_backward_side_by_side<T>) softmax_backward_side_by_side;
   decltype(&norm_row<T>) norm;
+  decltype(&norm_short_rows<T>) norm_short_rows;
   decltype(&norm_backward_row<T>) norm_backward;
   decltype(&activation_row<T>) activation;
   decltype(&gelu_backward_row<T>) gelu_backward;
@@ -85,6 +86,11 @@ arithmetic_t<T> norm_row(const T* x, const T* residual, const T* weight, const T
 }
 
 template <class T>
+bool norm_short_rows(const NormRows<T>& m, int64_t rows) {
+  return matmuls::rows<T>().norm_short_rows(m, rows);
+}
+
+template <class T>
 void norm_backward_row(const T* grad, const T* xhat, const T* weight, arithmetic_t<T> rstd, T* dx,
                        arithmetic_t<T>* dweight, arithmetic_t<T>* dbias, int64_t columns, bool rms) {
   rows<T>().norm_backward(grad, xhat, weight, rstd, dx, dweight, dbias, columns, rms);
@@ -107,6 +113,7 @@ void gelu_backward_row(const T* grad, const T* x, T* dx, int64_t columns, Activa
   template void softmax_row(const T*, T*, int64_t, int64_t, double, const MaskRow&);                                   \
   template void softmax_backward_row(const T*, const T*, T*, int64_t, int64_t, double);                                \
   template arithmetic_t<T> norm_row(const T*, const T*, const T*, const T*, T*, T*, int64_t, double, bool);            \
+  template bool norm_short_rows(const NormRows<T>&, int64_t);                                                          \
   template void norm_backward_row(const T*, const T*, const T*, arithmetic_t<T>, T*, arithmetic_t<T>*,                 \
                                   arithmetic_t<T>*, int64_t, bool);                                                    \
   template void activation_row(const T*, const T*, int64_t, T*, int64_t, Activation);                                  \

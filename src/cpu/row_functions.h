@@ -52,6 +52,26 @@ template <class T>
 arithmetic_t<T> norm_row(const T* x, const T* residual, const T* weight, const T* bias, T* y, T* xhat, int64_t columns,
                          double eps, bool rms);
 
+// Rows of a norm in place, columns adjacent, rows *_step apart. residual, weight, bias, xhat and rstd may be null.
+template <class T>
+struct NormRows {
+  T* x;
+  int64_t x_step;
+  const T* residual;
+  int64_t residual_step;
+  const T *weight, *bias;
+  T* xhat;
+  int64_t xhat_step;
+  arithmetic_t<T>* rstd;
+  int64_t columns;
+  double eps;
+  bool rms;
+};
+
+// norm_row for the first `rows` rows of m. Returns false, doing nothing, if the rows are longer than a few vectors.
+template <class T>
+bool norm_short_rows(const NormRows<T>& m, int64_t rows);
+
 // dx <- rstd * (d - mean(d) - xhat * mean(d * xhat)), d = grad * weight; with rms without mean(d).
 // dweight += grad * xhat and dbias += grad, column by column. weight, dx, dweight and dbias may be null.
 template <class T>

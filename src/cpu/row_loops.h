@@ -412,70 +412,8 @@ void softmax_backward_side_by_side(const T* y, const T* grad, T* dx, const int64
   });
 }
 
-// --- Norms -----------------------------------------------------------------------------------------------------------
-
-// Their last loops are unrolled too: GCC makes a loop of its own for each of a shorter body's conditions, and rounds
-// once less where that lets it fuse the product by weight with the sum.
-template <class T>
-arithmetic_t<T> norm_row(const T* x, const T* residual, const T* weight, const T* bias, T* y, T* xhat, int64_t columns,
-                         double eps, bool rms) {
-  using A = arithmetic_t<T>;
-  const auto h = [&](int64_t c, int count) C10_ALWAYS_INLINE_ATTRIBUTE {
-    Vec<A> v = load<A>(x + c, count);
-    if (residual != nullptr) v += load<A>(residual + c, count);
-    return v;
-  };
-  A sum[1] = {0};
-  if (!rms) {
-    sum_columns(columns, sum,
-                [&](int64_t c, int count, Vec<A>* sums) C10_ALWAYS_INLINE_ATTRIBUTE { sums[0] += h(c, count); });
-  }
-  const A about = sum[0] / columns;
-  A moments[2];  // the first corrects the rounding of the mean; for a constant row it is the whole deviation
-  sum_columns(columns, moments, [&](int64_t c, int count, Vec<A>* sums) C10_ALWAYS_INLINE_ATTRIBUTE {
-    const Vec<A> centred = pad<A>(h(c, count) - about, count, 0);
-    sums[0] += centred;
-    sums[kChains] += centred * centred;
-  });
-  const A off = rms ? 0 : moments[0] / columns, mean = about + off;
-  const A corrected = moments[1] / columns - off * off, variance = corrected < 0 ? 0 : corrected;
-  const A rstd = static_cast<A>(1 / std::sqrt(static_cast<double>(variance) + eps));
-
-  for_each_in_chains<A>(0, columns, [&](int64_t c, int count, int) C10_ALWAYS_INLINE_ATTRIBUTE {
-    Vec<A> v = (h(c, count) - mean) * rstd;
-    if (xhat != nullptr) store<A>(xhat + c, v, count);
-    if (weight != nullptr) v *= load<A>(weight + c, count);
-    if (bias != nullptr) v += load<A>(bias + c, count);
-    store<A>(y + c, v, count);
-  });
-  return rstd;
-}
-
-template <class T>
-void norm_backward_row(const T* grad, const T* xhat, const T* weight, arithmetic_t<T> rstd, T* dx,
-                       arithmetic_t<T>* dweight, arithmetic_t<T>* dbias, int64_t columns, bool rms) {
-  using A = arithmetic_t<T>;
-  const auto d = [&](Vec<A> g, int64_t c, int count)
-                     C10_ALWAYS_INLINE_ATTRIBUTE { return weight != nullptr ? g * load<A>(weight + c, count) : g; };
-  A sums[2];  // sums of d and of d * xhat
-  sum_columns(columns, sums, [&](int64_t c, int count, Vec<A>* s) C10_ALWAYS_INLINE_ATTRIBUTE {
-    const Vec<A> g = load<A>(grad + c, count), xh = load<A>(xhat + c, count), dc = d(g, c, count);
-    s[0] += dc;
-    s[kChains] += dc * xh;
-    if (dweight != nullptr) store<A>(dweight + c, load<A>(dweight + c, count) + g * xh, count);
-    if (dbias != nullptr) store<A>(dbias + c, load<A>(dbias + c, count) + g, count);
-  });
-  if (dx == nullptr) return;
-
-  const A mean_d = rms ? 0 : sums[0] / columns;
-  const A mean_dxhat = sums[1] / columns;
-  for_each_in_chains<A>(0, columns, [&](int64_t c, int count, int) C10_ALWAYS_INLINE_ATTRIBUTE {
-    const Vec<A> xh = load<A>(xhat + c, count), dc = d(load<A>(grad + c, count), c, count);
-    store<A>(dx + c, (dc - mean_d - xh * mean_dxhat) * rstd, count);
-  });
-}
-
 #include "cpu/activation_loops.h"
+#include "cpu/norm_loops.h"
 
 template <class T>
 constexpr Rows<T> kRows = {
@@ -485,6 +423,7 @@ constexpr Rows<T> kRows = {
     softmax_side_by_side<T>,
     softmax_backward_side_by_side<T>,
     norm_row<T>,
+    norm_short_rows<T>,
     norm_backward_row<T>,
     activation_row<T>,
     gelu_backward_row<T>,

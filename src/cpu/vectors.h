@@ -91,6 +91,12 @@ C10_ALWAYS_INLINE V load_part(const void* p, int count) {
   const __m512i part = _mm512_maskz_loadu_epi8((uint64_t{1} << count * sizeof(Element)) - 1, p);
   __builtin_memcpy(&v, &part, sizeof(V));
 #else
+#if ROWS_VECTOR_BYTES == 32
+  if constexpr (sizeof(V) == 32 && sizeof(Element) == 4) {
+    const Vec<int32_t> lane = {0, 1, 2, 3, 4, 5, 6, 7};
+    return (V)_mm256_maskload_epi32(static_cast<const int*>(p), (__m256i)(lane < count));
+  }
+#endif
 #pragma GCC unroll 8
   for (int i = 0; i < lanes - 1; ++i) {
     if (i >= count) break;
@@ -109,11 +115,25 @@ C10_ALWAYS_INLINE void store_part(void* p, V v, int count) {
   __builtin_memcpy(&part, &v, sizeof(V));
   _mm512_mask_storeu_epi8(p, (uint64_t{1} << count * sizeof(Element)) - 1, part);
 #else
-#pragma GCC unroll 8
-  for (int i = 0; i < lanes - 1; ++i) {
-    if (i >= count) break;
+  // Not a masked store, which is microcode on AMD's processors.
+  constexpr int half = lanes / 2;
+  const auto put = [&](int i) C10_ALWAYS_INLINE_ATTRIBUTE {
     const Element element = v[i];
     __builtin_memcpy(static_cast<Element*>(p) + i, &element, sizeof(Element));
+  };
+  if (count >= half) {
+    __builtin_memcpy(p, &v, sizeof(V) / 2);
+#pragma GCC unroll 8
+    for (int i = half; i < lanes - 1; ++i) {
+      if (i >= count) break;
+      put(i);
+    }
+    return;
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < half - 1; ++i) {
+    if (i >= count) break;
+    put(i);
   }
 #endif
 }
@@ -190,4 +210,15 @@ C10_ALWAYS_INLINE A sum_of_lanes(Vec<A> v) {
 template <class A>
 C10_ALWAYS_INLINE A max_of_lanes(Vec<A> v) {
   return fold<A, kLanes<A>>(v, [](auto a, auto b) C10_ALWAYS_INLINE_ATTRIBUTE { return a > b ? a : b; });
+}
+
+C10_ALWAYS_INLINE Vec<double> square_root(Vec<double> v) {
+#if ROWS_VECTOR_BYTES == 64
+  return (Vec<double>)_mm512_maskz_sqrt_pd(0xff, (__m512d)v);
+#elif ROWS_VECTOR_BYTES == 32
+  return (Vec<double>)_mm256_sqrt_pd((__m256d)v);
+#else
+  for (int i = 0; i < kLanes<double>; ++i) v[i] = std::sqrt(v[i]);
+  return v;
+#endif
 }

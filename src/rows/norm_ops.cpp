@@ -47,6 +47,20 @@ void run_cpu(const NormCall& c) {
     scalar_t* xhat = c.xhat.defined() ? c.xhat.mutable_data_ptr<scalar_t>() : nullptr;
     F* rstd = c.rstd.defined() ? c.rstd.mutable_data_ptr<F>() : nullptr;
     const scalar_t *weight = data(c.weight), *bias = data(c.bias), *residual = data(c.residual);
+    // Rows of one length take one loop, however many there are: a row's result does not depend on the others.
+    NormRows<scalar_t> m{
+        .x = nullptr, .weight = weight, .bias = bias, .columns = rows.columns, .eps = c.eps, .rms = c.rms};
+    const bool contiguous = steps[0] == 1 && (residual == nullptr || steps[1] == 1);
+    if (contiguous && norm_short_rows(m, 0))
+      return for_runs_of_rows(rows, [&](int64_t first, int64_t count) {
+        const auto step = [&](int t) { return rows.dims > 0 ? rows.strides[t][0] : 0; };
+        NormRows<scalar_t> some = m;
+        some.x = x + rows.offset(0, first), some.x_step = step(0);
+        if (residual) some.residual = residual + rows.offset(1, first), some.residual_step = step(1);
+        if (xhat) some.xhat = xhat + rows.offset(2, first), some.xhat_step = step(2);
+        if (rstd) some.rstd = rstd + first;
+        norm_short_rows(some, count);
+      });
     for_rows<scalar_t, 3>(rows.count, rows.columns, [&](int64_t r, RowBuffers<scalar_t, 3>& buffers) {
       scalar_t* row = x + rows.offset(0, r);
       const scalar_t* from = buffers.gather(0, row, steps[0]);

@@ -1,6 +1,8 @@
 // The functions of cpu.h: loops compiled for three instruction sets, chosen at run time.
 #include "sparse/cpu.h"
 
+#include <cmath>
+
 #include "cpu/instruction_sets.h"
 
 namespace matmuls {
@@ -13,7 +15,8 @@ struct Kernels {
   decltype(&spmm_piece<T, I>) piece;
   decltype(&spmm_finish<T, I>) finish;
   decltype(&extremum_rows<T, I>) extremum;
-  decltype(&dot_rows<T>) dot;
+  decltype(&sddmm_nonzeros<T, I>) sddmm;
+  decltype(&are_finite<T>) finite;
   decltype(&lie_within<I>) within;
   decltype(&never_decrease<I>) rise;
 };
@@ -52,10 +55,17 @@ template <class T, class I>
 void extremum_rows(const Spmm<T, I>& m, bool largest, int64_t begin, int64_t end, I* arg) {
   kernels<T, I>().extremum(m, largest, begin, end, arg);
 }
-template <class T>
-arithmetic_t<T> dot_rows(const T* a, const T* b, int64_t n, int64_t batches, int64_t a_step, int64_t b_step) {
-  return kernels<T, int32_t>().dot(a, b, n, batches, a_step, b_step);
+template <class T, class I>
+void sddmm_nonzeros(const Sddmm<T, I>& m, int64_t row, int64_t begin, int64_t end) {
+  kernels<T, I>().sddmm(m, row, begin, end);
 }
+
+template <class T>
+bool are_finite(const T* numbers, int64_t count) {
+  return kernels<T, int32_t>().finite(numbers, count);
+}
+template bool are_finite(const float*, int64_t);
+template bool are_finite(const double*, int64_t);
 
 template <class I>
 bool lie_within(const I* indices, int64_t count, I last) {
@@ -74,11 +84,11 @@ template bool lie_within(const int64_t*, int64_t, int64_t);
   template void spmm_rows(const Spmm<T, I>&, int64_t, int64_t);                    \
   template void spmm_piece(const Spmm<T, I>&, int64_t, int64_t, arithmetic_t<T>*); \
   template void spmm_finish(const Spmm<T, I>&, int64_t, const arithmetic_t<T>*);   \
-  template void extremum_rows(const Spmm<T, I>&, bool, int64_t, int64_t, I*);
+  template void extremum_rows(const Spmm<T, I>&, bool, int64_t, int64_t, I*);      \
+  template void sddmm_nonzeros(const Sddmm<T, I>&, int64_t, int64_t, int64_t);
 #define SPARSE_INSTANTIATE(T)        \
   SPARSE_INSTANTIATE_FOR(T, int32_t) \
-  SPARSE_INSTANTIATE_FOR(T, int64_t) \
-  template arithmetic_t<T> dot_rows(const T*, const T*, int64_t, int64_t, int64_t, int64_t);
+  SPARSE_INSTANTIATE_FOR(T, int64_t)
 SPARSE_INSTANTIATE(double)
 SPARSE_INSTANTIATE(float)
 SPARSE_INSTANTIATE(c10::Half)

@@ -53,9 +53,25 @@ void spmm_finish(const Spmm<T, I>& m, int64_t row, const arithmetic_t<T>* sums);
 template <class T, class I>
 void extremum_rows(const Spmm<T, I>& m, bool largest, int64_t begin, int64_t end, I* arg);
 
-// The sum of `batches` dot products of a and b, of n columns each; a_step and b_step lie between batches.
+// out[p] = alpha * dot(row of a, row of b) at the nonzeros p of a pattern, summed up over `batches` pairs of a and b,
+// a_step and b_step apart. Rows have n columns.
+template <class T, class I>
+struct Sddmm {
+  const I *crow, *col, *order;  // order may be null; else nonzero p is written to out[order[p]]
+  const T *a, *b;
+  T* out;
+  int64_t nonzeros, n, a_stride, b_stride, batches, a_step, b_step;
+  arithmetic_t<T> alpha;
+  bool prefetch;  // b is larger than a cache
+};
+
+// Nonzeros [begin, end), the first of which lies in `row`.
+template <class T, class I>
+void sddmm_nonzeros(const Sddmm<T, I>& m, int64_t row, int64_t begin, int64_t end);
+
+// True if none of the numbers is inf or NaN.
 template <class T>
-arithmetic_t<T> dot_rows(const T* a, const T* b, int64_t n, int64_t batches, int64_t a_step, int64_t b_step);
+bool are_finite(const T* numbers, int64_t count);
 
 // True if all indices lie in [0, last].
 template <class I>

@@ -88,6 +88,27 @@ void rows_of_tile(Tile tile, const Spmm<T, I>& m, int64_t begin, int64_t end, in
   }
 }
 
+// One column of B in float or double, without vectors.
+template <bool ordered, bool prefetched, class T, class I>
+void one_column(const Spmm<T, I>& m, int64_t begin, int64_t end) {
+  const I *const col = m.col, *const order = m.order;
+  const T *const values = m.values, *const dense = m.dense;
+  const int64_t stride = m.dense_stride, last = m.nonzeros - 1;
+  int64_t p = m.crow[begin];
+  for (int64_t r = begin; r < end; ++r) {
+    T sum = 0;
+    for (const int64_t stop = m.crow[r + 1]; p < stop; ++p) {
+      if constexpr (prefetched)
+        __builtin_prefetch(dense + static_cast<int64_t>(col[p + kAhead < last ? p + kAhead : last]) * stride);
+      const T value = values[ordered ? static_cast<int64_t>(order[p]) : p];
+      sum += value * dense[static_cast<int64_t>(col[p]) * stride];
+    }
+    T& out = m.out[r * m.out_stride];
+    const T x = sum * row_scale(m, r);
+    out = m.beta != 0 ? x + m.beta * out : x;
+  }
+}
+
 template <int NV, class T, class I>
 void tile_of_rows(const Spmm<T, I>& m, int64_t begin, int64_t end, int64_t c, int tail) {
   with_tile<NV>(m, c, tail, [&](auto tile) {
@@ -129,6 +150,12 @@ C10_ALWAYS_INLINE void for_each_tile(int64_t columns, F f) {
 
 template <class T, class I>
 void spmm_rows(const Spmm<T, I>& m, int64_t begin, int64_t end) {
+  if constexpr (std::is_same_v<T, arithmetic_t<T>>) {
+    if (m.n == 1) {
+      if (m.order != nullptr) return one_column<true, true>(m, begin, end);
+      return m.prefetch ? one_column<false, true>(m, begin, end) : one_column<false, false>(m, begin, end);
+    }
+  }
   for_each_tile<arithmetic_t<T>>(
       m.n, [&](auto vectors, int64_t c, int tail) { tile_of_rows<decltype(vectors)::value>(m, begin, end, c, tail); });
 }
@@ -250,8 +277,10 @@ void extremum_rows(const Spmm<T, I>& m, bool largest, int64_t begin, int64_t end
   }
 }
 
+// The sum of `batches` dot products of a and b.
 template <class T>
-arithmetic_t<T> dot_rows(const T* a, const T* b, int64_t columns, int64_t batches, int64_t a_step, int64_t b_step) {
+C10_ALWAYS_INLINE arithmetic_t<T> dot_of_batches(const T* a, const T* b, int64_t columns, int64_t batches,
+                                                 int64_t a_step, int64_t b_step) {
   using A = arithmetic_t<T>;
   constexpr int n = kLanes<A>;
   Vec<A> sums[4] = {};
@@ -266,6 +295,82 @@ arithmetic_t<T> dot_rows(const T* a, const T* b, int64_t columns, int64_t batche
     }
   }
   return sum_of_lanes<A>((sums[0] + sums[1]) + (sums[2] + sums[3]));
+}
+
+// Calls f(p, row of p) for nonzeros [begin, end), the first of which lies in `row`, with row p + kAhead of b
+// prefetched.
+template <class T, class I, class F>
+C10_ALWAYS_INLINE void for_each_nonzero(const Sddmm<T, I>& m, int64_t row, int64_t begin, int64_t end, F f) {
+  constexpr int64_t kLine = 64 / sizeof(T);
+  const int64_t lines = m.n < 8 * kLine ? m.n : 8 * kLine;
+  for (int64_t p = begin; p < end; ++row) {
+    const int64_t stop = m.crow[row + 1] < end ? static_cast<int64_t>(m.crow[row + 1]) : end;
+    for (; p < stop; ++p) {
+      if (m.prefetch) {
+        const int64_t ahead = p + kAhead / 2 < m.nonzeros ? p + kAhead / 2 : m.nonzeros - 1;
+        const T* const next = m.b + static_cast<int64_t>(m.col[ahead]) * m.b_stride;
+        for (int64_t i = 0; i < lines; i += kLine) __builtin_prefetch(next + i);
+      }
+      f(p, row);
+    }
+  }
+}
+
+template <class T, class I>
+C10_ALWAYS_INLINE void sddmm_write(const Sddmm<T, I>& m, int64_t p, arithmetic_t<T> sum) {
+  m.out[m.order != nullptr ? static_cast<int64_t>(m.order[p]) : p] = static_cast<T>(m.alpha * sum);
+}
+
+// Rows of NV vectors, the last with `tail` lanes: the row of a stays in registers.
+template <int NV, bool whole, class T, class I>
+void sddmm_short(const Sddmm<T, I>& m, int64_t row, int64_t begin, int64_t end, int tail) {
+  using A = arithmetic_t<T>;
+  constexpr int n = kLanes<A>;
+  if constexpr (whole) tail = n;
+  Vec<A> x[NV] = {};
+  int64_t held = -1;
+  for_each_nonzero(m, row, begin, end, [&](int64_t p, int64_t r) C10_ALWAYS_INLINE_ATTRIBUTE {
+    if (r != held) {
+      const T* const a = m.a + r * m.a_stride;
+      for (int i = 0; i < NV; ++i) x[i] = load<A>(a + i * n, i + 1 < NV ? n : tail);
+      held = r;
+    }
+    const T* const b = m.b + static_cast<int64_t>(m.col[p]) * m.b_stride;
+    Vec<A> sums[2] = {};
+    for (int i = 0; i < NV; ++i) sums[i & 1] += x[i] * load<A>(b + i * n, i + 1 < NV ? n : tail);
+    sddmm_write(m, p, sum_of_lanes<A>(sums[0] + sums[1]));
+  });
+}
+
+template <class T, class I>
+void sddmm_nonzeros(const Sddmm<T, I>& m, int64_t row, int64_t begin, int64_t end) {
+  using A = arithmetic_t<T>;
+  constexpr int n = kLanes<A>;
+  if (m.batches == 1 && m.n > 0 && m.n <= kTile * n)
+    return for_each_tile<A>(m.n, [&](auto vectors, int64_t, int tail) {
+      if (tail == n)
+        sddmm_short<decltype(vectors)::value, true>(m, row, begin, end, tail);
+      else
+        sddmm_short<decltype(vectors)::value, false>(m, row, begin, end, tail);
+    });
+  for_each_nonzero(m, row, begin, end, [&](int64_t p, int64_t r) C10_ALWAYS_INLINE_ATTRIBUTE {
+    const T *const a = m.a + r * m.a_stride, *const b = m.b + static_cast<int64_t>(m.col[p]) * m.b_stride;
+    sddmm_write(m, p, dot_of_batches(a, b, m.n, m.batches, m.a_step, m.b_step));
+  });
+}
+
+// x * 0 is NaN for inf and NaN, and so are sums with it.
+template <class T>
+bool are_finite(const T* numbers, int64_t count) {
+  using A = arithmetic_t<T>;
+  constexpr int n = kLanes<A>;
+  Vec<A> sums[4] = {};
+  int64_t c = 0;
+  for (; c + 4 * n <= count; c += 4 * n)
+    for (int i = 0; i < 4; ++i) sums[i] += load<A>(numbers + c + i * n, n) * A(0);
+  A sum = sum_of_lanes<A>((sums[0] + sums[1]) + (sums[2] + sums[3]));
+  for (; c < count; ++c) sum += static_cast<A>(numbers[c]) * A(0);
+  return sum == 0;
 }
 
 // The sign bit of x | (last - x) is set if x < 0 or x > last. ORing all of them needs no comparison, which most
@@ -294,5 +399,5 @@ bool never_decrease(const I* offsets, int64_t count) {
 }
 
 template <class T, class I>
-constexpr Kernels<T, I> kKernels = {spmm_rows<T, I>, spmm_piece<T, I>, spmm_finish<T, I>, extremum_rows<T, I>,
-                                    dot_rows<T>,     lie_within<I>,    never_decrease<I>};
+constexpr Kernels<T, I> kKernels = {spmm_rows<T, I>,      spmm_piece<T, I>, spmm_finish<T, I>, extremum_rows<T, I>,
+                                    sddmm_nonzeros<T, I>, are_finite<T>,    lie_within<I>,     never_decrease<I>};

@@ -241,6 +241,7 @@ void run_cuda(const SddmmCall& c) {
 #include "cpu/threads.h"
 #include "glue/autograd.h"
 #include "sparse/cpu.h"
+#include "sparse/dense_blocks.h"
 #include "sparse/index_checks.h"
 #include "sparse/ops.h"
 
@@ -290,6 +291,8 @@ arithmetic_t<T> selected_dot(const SddmmCall& c, const I* selected, const T* a, 
 }
 
 void run_cpu(const SddmmCall& c) {
+  if (c.a.size(0) == 1 && !c.selected.defined() && takes_dense_sddmm(c.pattern, c.a, c.b))
+    return dense_sddmm(c.pattern, c.a[0], c.b[0], c.alpha, c.out[0]);
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, c.a.scalar_type(), kSddmm, [&] {
     using A = arithmetic_t<scalar_t>;
     AT_DISPATCH_INDEX_TYPES(c.pattern.crow.scalar_type(), kSddmm, [&] {
@@ -298,28 +301,36 @@ void run_cpu(const SddmmCall& c) {
       const index_t* const order = indices_or_null<index_t>(c.pattern.order);
       const int64_t rows = c.pattern.rows(), nonzeros = c.pattern.nonzeros(), n = c.a.size(2);
       const int64_t together = c.summed ? c.a.size(0) : 1;
-      constexpr int64_t kAhead = 8, kLine = 64 / sizeof(scalar_t);
+      constexpr int64_t kCacheBytes = 256 << 10;  // a b this small is soon in the L2 cache
+      const bool prefetch = c.b.size(1) * n * c.b.element_size() > kCacheBytes;
       const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(n * together, 1));
       for (int64_t batch = 0; batch < c.a.size(0); batch += together) {
-        const scalar_t* const a = c.a.const_data_ptr<scalar_t>() + batch * c.a.stride(0);
-        const scalar_t* const b = c.b.const_data_ptr<scalar_t>() + batch * c.b.stride(0);
+        const Sddmm<scalar_t, index_t> m{crow,
+                                         col,
+                                         order,
+                                         c.a.const_data_ptr<scalar_t>() + batch * c.a.stride(0),
+                                         c.b.const_data_ptr<scalar_t>() + batch * c.b.stride(0),
+                                         c.out.mutable_data_ptr<scalar_t>() + (c.summed ? 0 : batch * nonzeros),
+                                         nonzeros,
+                                         n,
+                                         c.a.stride(1),
+                                         c.b.stride(1),
+                                         together,
+                                         c.a.stride(0),
+                                         c.b.stride(0),
+                                         static_cast<A>(c.alpha),
+                                         prefetch};
         const index_t* const selected =
             c.selected.defined() ? c.selected.const_data_ptr<index_t>() + batch * c.selected.stride(0) : nullptr;
-        scalar_t* const out = c.out.mutable_data_ptr<scalar_t>() + (c.summed ? 0 : batch * nonzeros);
         parallel_for(0, nonzeros, grain, [&](int64_t begin, int64_t end) {
           int64_t row = std::upper_bound(crow, crow + rows + 1, static_cast<index_t>(begin)) - crow - 1;
+          if (selected == nullptr) return sddmm_nonzeros(m, row, begin, end);
           for (int64_t p = begin; p < end; ++p) {
             while (crow[row + 1] <= p) ++row;
-            const scalar_t* const next =
-                b + static_cast<int64_t>(col[std::min(p + kAhead, nonzeros - 1)]) * c.b.stride(1);
-            for (int64_t i = 0; i < std::min(n, 8 * kLine); i += kLine) __builtin_prefetch(next + i);
             const index_t place = order != nullptr ? order[p] : static_cast<index_t>(p);
-            const scalar_t* const x = a + row * c.a.stride(1);
-            const scalar_t* const y = b + static_cast<int64_t>(col[p]) * c.b.stride(1);
-            const A sum = selected != nullptr
-                              ? selected_dot(c, selected, x, y, together, c.by_column ? int64_t(col[p]) : row, place)
-                              : dot_rows(x, y, n, together, c.a.stride(0), c.b.stride(0));
-            out[place] = static_cast<scalar_t>(static_cast<A>(c.alpha) * sum);
+            const A sum = selected_dot(c, selected, m.a + row * m.a_stride, m.b + int64_t{col[p]} * m.b_stride,
+                                       together, c.by_column ? int64_t{col[p]} : row, place);
+            m.out[place] = static_cast<scalar_t>(m.alpha * sum);
           }
         });
       }

@@ -13,7 +13,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 from matmuls import blocks
 from matmuls.blocks import bsr_sddmm, bsr_spmm
-from matmuls.sparse.csr_pattern import pattern_of
+from matmuls.sparse.tensor_pattern import pattern_of
 from matmuls.triton import blocks as kernels
 from matmuls.triton import configs, launch
 

@@ -64,6 +64,24 @@ def test_any_number_of_rows(operation, dtype, shape, device):
     operation.check(operation.draw(Draw(dtype, device), *shape))
 
 
+@every_dtype
+@pytest.mark.parametrize("columns", [1, 2, 4, 5, 8, 12, 16, 17, 24, 31, 32, 33, 64])
+def test_a_short_row_of_a_norm_does_not_depend_on_the_others(columns, dtype):
+    """Nor on the strides: on a CPU several rows are read before one is written."""
+    draws = Draw(dtype, "cpu", seed=columns)
+    x, residual, weight, bias = draws(77, columns), draws(77, columns), draws(columns), draws(columns)
+    for norm in (
+        lambda x, r: matmuls.layer_norm_(x, weight, bias, residual=r),
+        lambda x, r: matmuls.rms_norm_(x, weight, residual=r),
+        lambda x, _: matmuls.rms_norm_(x),
+    ):
+        whole = norm(x.clone(), residual)
+        for first, last in ((0, 1), (3, 20), (40, 77)):
+            assert torch.equal(norm(x[first:last].clone(), residual[first:last]), whole[first:last])
+        apart = padded_rows(x)
+        assert torch.equal(norm(apart, padded_rows(residual)), whole)
+
+
 @pytest.mark.cuda
 @every_operation
 @pytest.mark.parametrize(("dtype", "columns"), [(torch.float32, 520), (torch.bfloat16, 1032)], ids=str)

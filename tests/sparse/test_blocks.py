@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from matmuls import measure, plan, spmm
 from matmuls.blocks import KERNEL_SIZES, bsr_sddmm, bsr_spmm
 from matmuls.sparse import layouts, race, select
-from matmuls.sparse.csr_pattern import pattern_of
+from matmuls.sparse.tensor_pattern import pattern_of
 
 SIZES = [(16, 16), (32, 32), (64, 64), (128, 128), (16, 64), (128, 32), (3, 5)]
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]

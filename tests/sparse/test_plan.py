@@ -9,7 +9,7 @@ import torch
 from common.sparse_cases import LAYOUTS, draw_sparse, in_layout
 from custom_mm.indices import Check
 from matmuls import plan, sddmm, sparse_attention, spmm
-from matmuls.sparse import csr_pattern
+from matmuls.sparse import csr_pattern, tensor_pattern
 
 # --------------------------------------------------------------------------------------------------------------- plans
 
@@ -96,9 +96,9 @@ def test_indices_are_checked_once_and_again_after_a_write(device):
     a = draw_sparse(20, 30, 0.2, torch.float32, device).to_sparse_csr()
     b = torch.randn(30, 4, device=device)
     first = spmm(a, b)
-    structure = csr_pattern._known[a][1]
+    structure = tensor_pattern._known[a][1]
     assert torch.equal(spmm(a, b), first)
-    assert csr_pattern._known[a][1] is structure
+    assert tensor_pattern._known[a][1] is structure
     a.detach().values().mul_(2)
     torch.testing.assert_close(spmm(a, b), 2 * first)
     a.detach().col_indices()[3] = 30
@@ -175,11 +175,11 @@ def test_indices_are_not_trusted_before_a_plans_check_ends(monkeypatch, device):
 
 def test_a_structure_lives_no_longer_than_its_tensor():
     a = torch.eye(4).to_sparse_csr()
-    before = len(csr_pattern._known)
+    before = len(tensor_pattern._known)
     spmm(a, torch.ones(4, 1))
-    assert len(csr_pattern._known) == before + 1
+    assert len(tensor_pattern._known) == before + 1
     del a
-    assert len(csr_pattern._known) == before
+    assert len(tensor_pattern._known) == before
 
 
 def test_the_mean_of_a_row_longer_than_float16_can_count(device):
@@ -227,7 +227,7 @@ def test_a_plan_of_inference_tensors_copies_the_indices(layout, index, device):
             a = dense.to_sparse_bsr((16, 16))
             a = torch.sparse_bsr_tensor(a.crow_indices().to(index), a.col_indices().to(index), a.values(), a.shape)
         made = plan(a)
-        for t in csr_pattern._indices_of("plan", a):
+        for t in csr_pattern.indices_of("plan", a):
             t.fill_(10**6)
         torch.testing.assert_close(made @ x, dense @ x)
     assert not any(t.is_inference() for t in (*made._pattern.tensors, *made._pattern.block_tensors))

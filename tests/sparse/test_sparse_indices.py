@@ -11,7 +11,7 @@ import torch
 
 from common.sparse_cases import draw_sparse
 from matmuls import cusparseMM, plan, sddmm, sparse_attention, sparse_softmax, spmm
-from matmuls.sparse import csr_pattern
+from matmuls.sparse import tensor_pattern
 from matmuls.sparse.default_spmm import takes_chunks
 from matmuls.sparse.smem_tiles import layout_of
 
@@ -178,7 +178,7 @@ def test_cached_facts_die_with_their_tensor():
     for make in (torch.Tensor.to_sparse_csr, torch.Tensor.to_sparse_csc, torch.Tensor.to_sparse):
         a = make(draw_sparse(9, 9, 0.5)).requires_grad_()
         spmm(a, torch.randn(9, 2))
-        assert a in csr_pattern._known
+        assert a in tensor_pattern._known
         gone = weakref.ref(a)
         del a
         gc.collect()

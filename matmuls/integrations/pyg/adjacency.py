@@ -10,10 +10,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from custom_mm.indices import check_entries, place_of, version_of
 from matmuls.sparse import plan, spmm
-from matmuls.sparse.csr_pattern import INT32_MAX, CsrPattern, for_every_stream, from_entries, untransformed
+from matmuls.sparse.csr_pattern import INT32_MAX, CsrPattern, for_every_stream, untransformed
 from matmuls.sparse.plan import REAL, SparsePlan
 from matmuls.sparse.prepared import state_of
 from matmuls.sparse.selector import Selector
+from matmuls.sparse.tensor_pattern import from_entries
 
 NAME = "matmuls.integrations.pyg"
 # Edges times columns of x for which one use pays for the matrix: a GPU waits several times while it is made.

@@ -12,6 +12,8 @@
 #include "glue/autograd.h"
 #include "glue/checks.h"
 #include "glue/operator.h"
+#include "sparse/dense_blocks.h"
+#include "sparse/index_checks.h"
 #include "sparse/ops.h"
 #include "sparse/spmm/few.h"
 
@@ -75,6 +77,14 @@ Tensor csr_linear(const Tensor& crow, const Tensor& col, const Tensor& values, c
   const Tensor bias = tensor_or_none(maybe_bias);
   const Pattern p = pattern_of(crow, col, order, t_crow, t_col, t_order);
   check(p, values, x, bias);
+  if (has_data(x) && takes_dense_linear(p, x)) {
+    const Pattern whole = readable(kLinear, p, x.size(-1));
+    at::DimVector shape(x.sizes());
+    shape.back() = p.rows();
+    const Tensor y = at::empty(shape, x.options());
+    dense_linear(whole, values.contiguous(), rows_of(x), bias, y.view({-1, p.rows()}));
+    return y;
+  }
   return result(product(p, values, transposed(x), longest, t_longest), x, bias);
 }
 
@@ -136,7 +146,7 @@ struct LinearFunction : KernelFunction<LinearFunction> {
       if (ctx->needs_input_grad(1)) {
         const Pattern t = p.transposed(sizes.back());
         const Tensor like_g = values.to(g_t.scalar_type()).conj();
-        if (few)
+        if (few || (has_data(rows) && takes_dense_linear(t, rows)))
           grad_x = LinearOp::call(t.crow, t.col, like_g, grads[0], {}, none_or_tensor(t.order), t.t_crow, t.t_col,
                                   none_or_tensor(t.t_order), t_longest, longest);
         else

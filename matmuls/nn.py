@@ -17,7 +17,7 @@ from . import inplace
 from .masked import MaskPlan, masked_ffn, masked_linear
 from .sparse import SparsePlan, plan_of
 from .sparse.csr_pattern import untransformed
-from .sparse.stacked import Stacked, unwrapped
+from .stacked import Stacked, unwrapped
 
 __all__ = ["InplaceLinear", "MaskedFFN", "MaskedLinear", "SparseLinear"]
 

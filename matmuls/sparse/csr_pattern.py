@@ -14,7 +14,6 @@ from custom_mm import _C
 from custom_mm.indices import Check
 
 from .chunks import Chunks, chunks_of
-from .loaded import load_pattern
 from .reordered import Reordered, reorder
 
 _csr_transpose: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = (
@@ -160,6 +159,8 @@ class CsrPattern:
         return {name: getattr(self, name) for name in ("crow", "col", "order", "rows", "columns", "batch", "blocks")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        from .pickled import load_pattern
+
         load_pattern(self, state)
 
     @property

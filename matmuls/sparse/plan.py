@@ -12,12 +12,10 @@ from torch.compiler import is_compiling
 from ..registration import expect_dense
 from .csr_pattern import CsrPattern, _unsafe_view, for_every_stream, is_capturing, relaxed_capture
 from .default_spmm import check_operands, default_op, default_product, multiply_batch
-from .described import described
 from .dtensor import product_of_dtensor
 from .foreign import SparseMatrix, is_foreign, native
-from .loaded import load_plan
 from .prepared import PreparedCalls, PreparedOp
-from .selector import Selector, linear_of
+from .selector import Selector, described, linear_of
 from .spgemm import spgemm
 from .tensor_pattern import pattern_of
 
@@ -305,6 +303,8 @@ class SparsePlan:
         return made
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        from .pickled import load_plan
+
         load_plan(self, state)
 
     @property

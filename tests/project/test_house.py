@@ -56,15 +56,11 @@ MAY_IMPORT = {
     "fused_softmax": {"custom_mm", "registration"},
     "sparse": {f"sparse.{m}" for m in ("ops", "pickled", "plan", "solve_plan", "spgemm", "spgemm_plan", "triangular")},
     "sparse.names": set(),
-    "sparse.described": set(),
     "sparse.foreign": {"custom_mm"},
-    "sparse.stacked": set(),
     "sparse.pickled": {f"sparse.{m}" for m in ("csr_pattern", "plan", "prepared", "selector")},
     "sparse.chunks": set(),
     "sparse.reordered": {"sparse.chunks"},
-    "sparse.csr_pattern": {"blocks", "custom_mm", "sparse.chunks", "sparse.loaded", "sparse.reordered"},
-    # at the first load of a plan
-    "sparse.loaded": {f"sparse.{m}" for m in ("csr_pattern", "plan", "prepared", "selector")},
+    "sparse.csr_pattern": {"blocks", "custom_mm", "sparse.chunks", "sparse.pickled", "sparse.reordered"},
     "sparse.prepared": {"custom_mm", "sparse.csr_pattern"},
     "sparse.smem_tiles": {"device", "sparse.csr_pattern"},
     "sparse.packed_mma": {"sparse.csr_pattern"},
@@ -83,7 +79,7 @@ MAY_IMPORT = {
     "sparse.dtensor": {"sparse.plan"},  # to type checkers
     "sparse.spgemm": {"custom_mm", "sparse.csr_pattern", "sparse.foreign"},
     "sparse.plan": {"registration"}
-    | {f"sparse.{m}" for m in ("csr_pattern", "default_spmm", "described", "dtensor", "foreign", "loaded", "prepared")}
+    | {f"sparse.{m}" for m in ("csr_pattern", "default_spmm", "dtensor", "foreign", "pickled", "prepared")}
     | {f"sparse.{m}" for m in ("selector", "spgemm")},
     "sparse.triangular": {"registration", "sparse.csr_pattern", "sparse.spgemm"},
     "sparse.solve_plan": {

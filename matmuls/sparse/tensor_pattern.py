@@ -10,8 +10,9 @@ from custom_mm import _C
 from custom_mm.indices import check_entries, expect_justified, place_of, version_of
 
 from ..blocks import KERNEL_SIZES
-from . import entries
 from .csr_pattern import INT32_MAX, Blocks, CsrPattern, _csr_transpose, _unsafe_view, indices_of, is_transformed
+from .entries import added_up, coalesced
+from .entries import by_rows as entries_by_rows
 
 
 def from_entries(
@@ -203,7 +204,7 @@ def _added_up(a: torch.Tensor) -> torch.Tensor | None:
     if entry is None or entry[1].nonzero_of_entries is None or entry[0] != _key_of(a._indices(), a._indices()):
         return None
     with torch.inference_mode(False), torch.no_grad():
-        return entries.added_up(a._values().detach(), entry[1].nonzero_of_entries, entry[1].nonzeros)
+        return added_up(a._values().detach(), entry[1].nonzero_of_entries, entry[1].nonzeros)
 
 
 def _entries_in_range(name: str, a: torch.Tensor) -> torch.Tensor:
@@ -222,7 +223,7 @@ def _from_coo(name: str, a: torch.Tensor, *_: torch.Tensor) -> CsrPattern:
     if not a.is_cpu or is_transformed():
         row, col = a.detach().coalesce().indices()
         return from_entries(name, row.contiguous(), col.contiguous(), shape)
-    row, col, nonzero = entries.coalesced(*indices.detach().contiguous(), shape)
+    row, col, nonzero = coalesced(*indices.detach().contiguous(), shape)
     made = from_entries(name, row, col, shape)
     made.nonzero_of_entries = nonzero
     return made
@@ -231,7 +232,7 @@ def _from_coo(name: str, a: torch.Tensor, *_: torch.Tensor) -> CsrPattern:
 def _from_entries(name: str, a: torch.Tensor, *_: torch.Tensor) -> CsrPattern:
     expect_justified(name, a.shape[0], a._nnz())
     row, col = _entries_in_range(name, a).detach().contiguous()
-    crow, order = entries.by_rows(row, a.shape[0])
+    crow, order = entries_by_rows(row, a.shape[0])
     pattern = CsrPattern(name, crow, col.index_select(0, order), (a.shape[0], a.shape[1]), order=order)
     _C.trust_indices(pattern.crow, pattern.col, pattern.order, pattern.columns)
     return pattern

@@ -1,4 +1,4 @@
-"""Multiprocessors held by a kernel that waits, for tests of what makes progress beside it."""
+"""Multiprocessors held by a kernel that waits, for tests of kernels that must make progress meanwhile."""
 
 import time
 from collections.abc import Callable, Iterator

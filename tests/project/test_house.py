@@ -49,7 +49,8 @@ MAY_IMPORT = {
     "triton.masked_ffn": {f"triton.{m}" for m in ("configs", "launch", "tiles", "masked_linear", "masked_weights")},
     "triton.blocks": {"triton.configs", "triton.launch", "triton.masked_linear"},
     "attention": {"custom_mm", "dense", "device", "fused_softmax"},
-    "nn": OPERATIONS | {"custom_mm"},
+    "nn": OPERATIONS | {"custom_mm", "stacked"},
+    "stacked": set(),
     "tune": {"masked", "measure", "triton"},
     "blocks": {"custom_mm", "registration", "triton"},
     "batching": {"blocks", "custom_mm", "masked", "registration"},
@@ -57,11 +58,13 @@ MAY_IMPORT = {
     "sparse": {f"sparse.{m}" for m in ("ops", "pickled", "plan", "solve_plan", "spgemm", "spgemm_plan", "triangular")},
     "sparse.names": set(),
     "sparse.foreign": {"custom_mm"},
+    "sparse.entries": set(),
+    "sparse.tensor_pattern": {"blocks", "custom_mm", "sparse.csr_pattern", "sparse.entries"},
     "sparse.pickled": {f"sparse.{m}" for m in ("csr_pattern", "plan", "prepared", "selector")},
     "sparse.chunks": set(),
     "sparse.reordered": {"sparse.chunks"},
     "sparse.csr_pattern": {"blocks", "custom_mm", "sparse.chunks", "sparse.pickled", "sparse.reordered"},
-    "sparse.prepared": {"custom_mm", "sparse.csr_pattern"},
+    "sparse.prepared": {"custom_mm", "sparse.csr_pattern", "sparse.tensor_pattern"},
     "sparse.smem_tiles": {"device", "sparse.csr_pattern"},
     "sparse.packed_mma": {"sparse.csr_pattern"},
     "sparse.costs": {"custom_mm", "device"}
@@ -77,10 +80,10 @@ MAY_IMPORT = {
     | {f"sparse.{m}" for m in ("csr_pattern", "default_spmm", "layouts", "names", "prepared", "race", "select")}
     | {"sparse.smem_tiles"},
     "sparse.dtensor": {"sparse.plan"},  # to type checkers
-    "sparse.spgemm": {"custom_mm", "sparse.csr_pattern", "sparse.foreign"},
+    "sparse.spgemm": {"custom_mm", "sparse.csr_pattern", "sparse.foreign", "sparse.tensor_pattern"},
     "sparse.plan": {"registration"}
     | {f"sparse.{m}" for m in ("csr_pattern", "default_spmm", "dtensor", "foreign", "pickled", "prepared")}
-    | {f"sparse.{m}" for m in ("selector", "spgemm")},
+    | {f"sparse.{m}" for m in ("selector", "spgemm", "tensor_pattern")},
     "sparse.triangular": {"registration", "sparse.csr_pattern", "sparse.spgemm"},
     "sparse.solve_plan": {
         "custom_mm",
@@ -88,7 +91,7 @@ MAY_IMPORT = {
     },
     "sparse.spgemm_plan": {f"sparse.{m}" for m in ("csr_pattern", "plan", "spgemm")},
     "sparse.ops": {"custom_mm", "dense", "registration"}
-    | {f"sparse.{m}" for m in ("csr_pattern", "default_spmm", "foreign", "plan", "prepared")},
+    | {f"sparse.{m}" for m in ("csr_pattern", "default_spmm", "foreign", "plan", "prepared", "tensor_pattern")},
     "distributed": {f"distributed.{m}" for m in ("plans", "sharding", "splits", "styles")},
     "distributed.agreement": {
         "sparse.plan",
@@ -182,7 +185,7 @@ MAY_IMPORT = {
     "embed.records": {"embed"},
     "embed.streams": set(),
     "embed.tables": {"embed"},
-    "embed.columns": set(),
+    "embed.columns": {"embed.streams"},
     "embed.fingerprint": set(),
     "embed.journal": set(),
     "embed.formats": set(),
@@ -204,7 +207,7 @@ MAY_IMPORT = {
     "integrations.transformers.relative": {"integrations.transformers"},
     "integrations.transformers.plan": {"integrations.transformers"},
     "integrations.transformers.snapshot": {"custom_mm"},
-    "integrations.transformers.quantized": set(),
+    "integrations.transformers.quantized": {"custom_mm"},
     "integrations.transformers.graphs": {"custom_mm", "integrations.transformers"},
     "integrations.transformers.embedded": {"custom_mm", "integrations.transformers"},
     "integrations.transformers.one_pass": {"integrations.transformers"},

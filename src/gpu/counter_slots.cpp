@@ -87,17 +87,17 @@ std::optional<int> counter_slot(cudaStream_t stream) {
   // The driver may hold a lock of its own here and in graph_destroyed: this thread must not hold the mutex.
   auto of = std::make_unique<SlotKey>(key);
   cudaUserObject_t owner;
-  cudaError_t error = cudaUserObjectCreate(&owner, of.get(), graph_destroyed, 1, cudaUserObjectNoDestructorSync);
-  if (error == cudaSuccess) {
-    (void)of.release();  // from here on graph_destroyed frees it
-    error = cudaGraphRetainUserObject(graph, owner, 1, cudaGraphUserObjectMove);
-    if (error != cudaSuccess) (void)cudaUserObjectRelease(owner, 1);
-  } else {
+  if (cudaUserObjectCreate(&owner, of.get(), graph_destroyed, 1, cudaUserObjectNoDestructorSync) != cudaSuccess) {
+    (void)cudaGetLastError();
     const std::lock_guard lock(slots().mutex);
     slots().give_back(key);
+    return std::nullopt;
   }
-  C10_CUDA_CHECK(error);
-  return slot;
+  (void)of.release();  // from here on graph_destroyed frees it
+  if (cudaGraphRetainUserObject(graph, owner, 1, cudaGraphUserObjectMove) == cudaSuccess) return slot;
+  (void)cudaGetLastError();
+  (void)cudaUserObjectRelease(owner, 1);
+  return std::nullopt;
 }
 
 }  // namespace matmuls

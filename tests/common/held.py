@@ -7,16 +7,20 @@ from typing import Any
 
 import torch
 
-# A block per multiprocessor, since it takes most of the shared memory. It ends when *flag is set, or after 20 s.
+# A block per multiprocessor, since it takes most of the shared memory. It ends when *flag is set, or after 20 s. One
+# thread polls, seldom: the flag is in the host's memory, and reads of all threads would slow every kernel down.
 SOURCE = """
 extern "C" __global__ void hold(volatile int* flag, int* started) {
-  unsigned long long begin, now;
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begin));
-  if (threadIdx.x == 0) atomicAdd_system(started, 1);
-  do {
-    __nanosleep(1000);
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-  } while (*flag == 0 && now - begin < 20000000000ull);
+  if (threadIdx.x == 0) {
+    unsigned long long begin, now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begin));
+    atomicAdd_system(started, 1);
+    do {
+      __nanosleep(20000);
+      asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+    } while (*flag == 0 && now - begin < 20000000000ull);
+  }
+  __syncthreads();
 }
 """
 SHARED_BYTES = 200 << 10
@@ -52,13 +56,14 @@ def held(multiprocessors: int) -> Iterator[None]:
 
 
 def seconds_beside(run: Callable[[], object], limit: float = 5.0) -> float | None:
-    """Seconds until the work that `run` gives to a stream of its own has ended; None: not within the limit."""
+    """Seconds until the work that `run` gives to a stream of its own has ended; None: not within the limit. They begin
+    when `run` has returned."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        begin = time.perf_counter()
         run()
         end = torch.cuda.Event()
         end.record()
+    begin = time.perf_counter()
     while not end.query():
         if time.perf_counter() - begin > limit:
             return None

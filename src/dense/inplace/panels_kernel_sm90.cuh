@@ -62,7 +62,7 @@ __device__ TeamCounters counters[kCounterSlots][kTeams];
 
 // Results of the cluster that works alone; one such cluster per GPU at a time, which holds the lock.
 constexpr int64_t kScratchBytes = 16 << 20;
-__device__ unsigned char scratch[kScratchBytes];
+__device__ __align__(128) unsigned char scratch[kScratchBytes];  // bulk copies need 16
 __device__ unsigned scratch_lock;
 
 template <class T, class Tile, bool b_k_apart>

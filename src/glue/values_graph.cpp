@@ -22,7 +22,7 @@ using Stored = at::SparseCsrTensorImpl;
 const Stored* stored(const Tensor& t) { return dynamic_cast<const Stored*>(t.unsafeGetTensorImpl()); }
 
 // The same memory, to which autograd's functions give a graph of their own.
-Tensor alias(const Tensor& t) {
+Tensor aliased(const Tensor& t) {
   const at::AutoDispatchBelowADInplaceOrView below;
   return t.alias();
 }
@@ -35,7 +35,7 @@ Tensor made(const Tensor& compressed, const Tensor& plain, const Tensor& values,
 
 // Raises an error if the values are differentiated again.
 struct Cut : KernelFunction<Cut> {
-  static Tensor forward(Context*, const Tensor& values, const Tensor&) { return alias(values); }
+  static Tensor forward(Context*, const Tensor& values, const Tensor&) { return aliased(values); }
   static Gradients backward(Context*, const Gradients&) {
     TORCH_CHECK(false,
                 "spgemm: expected one use of the sparse product, C.values(), where its gradient is differentiated "
@@ -80,7 +80,7 @@ struct OfValues : KernelFunction<OfValues> {
     ctx->save_for_backward({compressed, plain});
     ctx->saved_data["layout"] = static_cast<int64_t>(layout);
     ctx->saved_data["values"] = values;  // not read: what depends on them depends on their graph
-    return made(compressed, plain, alias(values), sizes, layout);
+    return made(compressed, plain, aliased(values), sizes, layout);
   }
 
   static Gradients backward(Context* ctx, const Gradients& grads) {
@@ -111,7 +111,7 @@ struct ValuesOf : KernelFunction<ValuesOf> {
     ctx->save_for_backward({parts.compressed_indices(), parts.plain_indices()});
     ctx->saved_data["sizes"] = a.sizes();
     ctx->saved_data["layout"] = static_cast<int64_t>(a.layout());
-    return alias(parts.values());
+    return aliased(parts.values());
   }
 
   static Gradients backward(Context* ctx, const Gradients& grads) {
@@ -129,14 +129,14 @@ struct ValuesOf : KernelFunction<ValuesOf> {
 Tensor sparse_of_values(const Tensor& compressed, const Tensor& plain, const Tensor& values, at::IntArrayRef sizes,
                         at::Layout layout) {
   if (!at::GradMode::is_enabled() || !values.requires_grad())
-    return made(compressed, plain, alias(values), sizes, layout);
+    return made(compressed, plain, aliased(values), sizes, layout);
   return OfValues::apply(values, compressed, plain, sizes, layout);
 }
 
 Tensor values_of_sparse(const Tensor& a) {
   if (stored(a) == nullptr) return a.values();
   const Tensor& values = stored(a)->values();
-  if (!at::GradMode::is_enabled() || !a.requires_grad()) return alias(values);
+  if (!at::GradMode::is_enabled() || !a.requires_grad()) return aliased(values);
   const auto& node = a.grad_fn();
   const bool is_built = node && node->name() == "SparseCompressedTensorBackward0" && values.requires_grad();
   return ValuesOf::apply(a, is_built ? OptionalTensor(values) : std::nullopt);

@@ -106,7 +106,9 @@ def plan_of_indices(
         inner = _pattern(parts, (rows // height, columns // width))
         held = inner.nonzeros * height * width
         _expect(held == pattern.nonzeros, f"blocks of {pattern.nonzeros} values", held)
-        pattern.blocks = Blocks(inner, height, width)
+        of = Blocks(inner, height, width)
+        _expect(_are_blocks_of(pattern, of), "blocks of the plan's matrix", "others")
+        pattern.blocks = of
     selector = None if given is None or batch is not None else Selector(pattern, products=given[0], constant=given[1])
     made = SparsePlan(pattern, values, shape, selector)
     made._prepared = PreparedCalls(values, values_shape=None if values_shape is None else torch.Size(values_shape))

@@ -15,6 +15,7 @@ import torch
 
 from matmuls import plan, plan_solve, plan_spgemm
 from matmuls.sparse.csr_pattern import Blocks, CsrPattern
+from matmuls.sparse.plan import SparsePlan
 from matmuls.sparse.prepared import PreparedCalls
 from matmuls.sparse.selector import Selector
 
@@ -120,19 +121,24 @@ def fields(made):
 
 
 class Damaging(pickle.Pickler):
-    """Pickles an object with a field of the first object of a class replaced."""
+    """Pickles an object with a field of the first object of a class replaced. Plans are pickled by their state, as
+    earlier versions did and as other plans hold their patterns."""
 
     def __init__(self, file, owner, name, value):
         super().__init__(file)
         self._owner, self._name, self._value, self._done = owner, name, value, False
 
     def reducer_override(self, found):
+        if type(found) is SparsePlan and (self._owner is not SparsePlan or self._done):
+            return copyreg.__newobj__, (SparsePlan,), found.__dict__.copy()
         if type(found) is not self._owner or self._done:
             return NotImplemented
         self._done = True
         if self._owner is Selector:
             options = {"products": found.products, "constant": found.constant} | {self._name: self._value}
             return _selector, (found._pattern, options)
+        if self._owner is SparsePlan:
+            return copyreg.__newobj__, (SparsePlan,), found.__dict__ | {self._name: self._value}
         parts = found.__reduce_ex__(2)
         return copyreg.__newobj__, parts[1], {**parts[2], self._name: self._value}
 

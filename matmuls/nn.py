@@ -334,10 +334,11 @@ class SparseLinear(nn.Module):
         Raises ValueError if a loaded state is inconsistent.
         """
         self.plan()
-        return self._as_csr(self.offsets, self.columns, self.values.detach())
+        return self._as_csr()
 
-    def _as_csr(self, offsets: Tensor, columns: Tensor, values: Tensor) -> Tensor:
-        """The weight as a CSR tensor, without checking its indices."""
+    def _as_csr(self, *parts: Tensor) -> Tensor:
+        """The weight, or other offsets, columns and values, as a CSR tensor without a check of its indices."""
+        offsets, columns, values = parts or (self.offsets, self.columns, self.values.detach())
         shape = self.out_features, self.in_features
         with warnings.catch_warnings():  # torch warns once per process that the layout is in beta
             warnings.simplefilter("ignore", UserWarning)

@@ -13,15 +13,27 @@ _csr_transpose: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]] =
 COUNTERS = 2**16  # a sort by counting may always take so many, and else a few for each entry
 
 
+def _counted(index: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Offsets [size + 1] of the entries by their index, and the entries in that order: a stable sort. None if there are
+    too few entries for so many counters."""
+    if size > max(COUNTERS, 4 * index.shape[0]):
+        return None
+    # The transposed matrix of a single row whose columns are the index.
+    offsets, _, order = _csr_transpose(index.new_tensor([0, index.shape[0]]), index, size)
+    return offsets, order
+
+
 def by_rows(row: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Offsets of the rows [rows + 1], and the entries in the order of their rows [entries]; a stable sort."""
-    entries = row.shape[0]
-    if rows <= max(COUNTERS, 4 * entries):
-        # The transposed matrix of a single row whose columns are `row`.
-        offsets, _, order = _csr_transpose(row.new_tensor([0, entries]), row, rows)
-        return offsets, order
+    if (counted := _counted(row, rows)) is not None:
+        return counted
     sorted_rows, order = torch.sort(row, stable=True)
     return torch.searchsorted(sorted_rows, torch.arange(rows + 1, dtype=row.dtype, device=row.device)), order
+
+
+def _order(index: torch.Tensor, size: int) -> torch.Tensor:
+    counted = _counted(index, size)
+    return torch.sort(index, stable=True)[1] if counted is None else counted[1]
 
 
 class Coalesced(NamedTuple):
@@ -34,8 +46,8 @@ class Coalesced(NamedTuple):
 
 def coalesced(row: torch.Tensor, col: torch.Tensor, shape: tuple[int, int]) -> Coalesced:
     """The nonzeros of the entries at (row, col), as torch's coalesce orders them."""
-    _, order = by_rows(col, shape[1])
-    order = order.index_select(0, by_rows(row.index_select(0, order), shape[0])[1])
+    order = _order(col, shape[1])
+    order = order.index_select(0, _order(row.index_select(0, order), shape[0]))
     row, col = row.index_select(0, order), col.index_select(0, order)
     begins = torch.ones_like(row, dtype=torch.bool)
     torch.logical_or(row[1:] != row[:-1], col[1:] != col[:-1], out=begins[1:])

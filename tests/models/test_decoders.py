@@ -75,7 +75,7 @@ def test_layers_run_as_planned(monkeypatch):
     model = model_of("gemma3")
     optimize(model)
     hidden(model, batch_of("left"))
-    one = ["rms_norm_", "_product", "rms_norm_", "rms_norm_", "rotate_", "_product", "rms_norm_"]
+    one = ["rms_norm_", "_product", "rms_norm_", "rms_norm_", "rotate_", "rms_norm_"]
     one += ["rms_norm_", "_product", "_product", "_product", "rms_norm_"]  # q, k and v of three widths in one product
     assert calls == one * 2
 

@@ -102,9 +102,8 @@ def test_layers_run_as_planned(monkeypatch):
     assert calls == ["_product", "linear_", "layer_norm_", "feed_forward_"] * 2
     calls.clear()
     batch["attention_mask"][0, 5:] = 0
-    hidden(model, batch)  # packed tokens
-    if torch.backends.mkldnn.is_available():
-        assert calls == ["_product", "_product", "layer_norm_", "_product", "_product", "layer_norm_"] * 2
+    hidden(model, batch)  # packed tokens, too few for oneDNN: see test_products_of_packed_texts_by_onednn
+    assert calls == ["_product", "linear_", "layer_norm_", "feed_forward_"] * 2
 
 
 @pytest.mark.parametrize("name", KNOWN)

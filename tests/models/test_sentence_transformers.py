@@ -312,7 +312,9 @@ def test_the_first_text_sets_the_tokenizer_for_all(pair, prompt, monkeypatch):
     assert counts[-2:] == [1, len(PROSE)]  # a replaced method may do more to the other texts
 
 
-@pytest.mark.parametrize("call", [{}, {"prompt": "say: "}, {"output_value": "token_embeddings"}], ids=str)
+@pytest.mark.parametrize(
+    "call", [{}, {"prompt": "no other test has it: "}, {"output_value": "token_embeddings"}], ids=str
+)
 def test_one_text_is_tokenized_once(pair, call, monkeypatch):
     stock, ours, _ = pair
     expected = stock.encode(PROSE[3:4], **call)

@@ -120,7 +120,7 @@ def test_a_file_without_the_arrays_of_a_matrix_is_named(tmp_path):
     run = matmuls("spmm", str(tmp_path / "arr.npz"), "--device", "cpu")
     expected = "expected the arrays of scipy.sparse.save_npz, or crow, col, shape and optionally values"
     assert (run.returncode, run.stdout) == (2, "")
-    assert run.stderr == f"matmuls: {tmp_path / 'arr.npz'}: {expected}, got arr_0: shape is missing\n"
+    assert run.stderr == f"matmuls: {tmp_path / 'arr.npz'}: {expected}, got 'arr_0': shape is missing\n"
 
 
 def test_progress_of_a_case_comes_in_parts(tmp_path):

@@ -193,10 +193,10 @@ def test_freeze_beside_a_forward_pass_that_makes_a_plan(monkeypatch):
     freezing = threading.Thread(target=sparse.freeze)
     as_csr, drop = sparse._as_csr, sparse._drop_plan
 
-    def in_the_middle():  # of making a plan
+    def in_the_middle(*parts):  # of making a plan
         freezing.start()
         begun.wait(0.3)
-        return as_csr()
+        return as_csr(*parts)
 
     def dropped():
         if threading.current_thread() is freezing:

@@ -42,6 +42,14 @@ def _indices(s: CsrPattern) -> Indices:
     return s.crow, s.col, s.order
 
 
+def _names_all(order: torch.Tensor) -> bool:
+    """True if the order [n] names each number from 0 to n - 1."""
+    known = (order >= 0) & (order < order.shape[0])
+    named = torch.zeros_like(order, dtype=torch.bool)
+    named[order[known].long()] = True
+    return bool(named.all())
+
+
 def _pattern(parts: Indices, shape: tuple[int, int], batch: int | None = None) -> CsrPattern:
     """The pattern of checked indices."""
     crow, col, order = parts
@@ -59,9 +67,7 @@ def _pattern(parts: Indices, shape: tuple[int, int], batch: int | None = None) -
         _expect(order.shape == col.shape, f"an order of {made.nonzeros} values", list(order.shape))
         in_range = not made.nonzeros or (int(order.min()) >= 0 and int(order.max()) < made.nonzeros)
         _expect(in_range, f"an order from 0 to {made.nonzeros - 1}", "another number")
-        places = torch.zeros(made.nonzeros, dtype=torch.bool, device=order.device)
-        places[order.long()] = True
-        _expect(bool(places.all()), "an order with each value once", "one with a value twice")
+        _expect(_names_all(order), "an order with each value once", "one with a value twice")
     return made
 
 
@@ -160,10 +166,7 @@ def load_pattern(pattern: CsrPattern, state: dict[str, Any]) -> None:
     if order is not None:
         order = _expect_index("the order", order, crow)
         _expect_state(order.shape == col.shape, f"an order of {col.shape[0]} values", list(order.shape))
-        known = (order >= 0) & (order < col.shape[0])
-        named = torch.zeros_like(order, dtype=torch.bool)
-        named[order[known].long()] = True
-        _expect_state(bool(named.all()), f"an order that names each of {col.shape[0]} values once", "another one")
+        _expect_state(_names_all(order), f"an order that names each of {col.shape[0]} values once", "another one")
     pattern.__init__(NAME, crow, col, (rows, columns), order=order, batch=batch)  # type: ignore[misc]
     blocks = state.get("blocks")
     if blocks is not None:

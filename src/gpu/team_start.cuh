@@ -25,7 +25,7 @@ struct TeamStart {
 enum class TeamMode : int { together, alone, absent };
 
 constexpr unsigned kTeamClosed = 1u << 31;
-constexpr unsigned kTeamReady = 1u << 30;  // set by the member that works alone, see start_team_with_scratch
+constexpr unsigned kTeamReady = 1u << 30;  // set by the member that works alone, see wait_for_team_with_scratch
 constexpr int kMemberShift = 16;           // members up to 2^14, blocks up to 2^16
 
 // 2 ms at 1.98 GHz, more than products in place of most sizes take: blocks that only have to wait for the first blocks

@@ -186,23 +186,15 @@ def main(log):
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     refused = right = 0
-    for kind, made in plans().items():
-        for owner, name, value in fields(made):
+    checked = [(kind, made, made, products) for kind, made in plans().items()]
+    checked += [(type(made).__name__, made, made.a, check_other) for made in others()]
+    for kind, made, inner, check in checked:
+        for owner, name, value in fields(inner):
             for i, wrong in enumerate(damaged(value)):
                 log.write(f"{kind} {owner.__name__}.{name} {i} {wrong!r:.200}\n")
                 log.flush()
                 try:
-                    products(reloaded(made, owner, name, wrong))
-                    right += 1
-                except REFUSED:
-                    refused += 1
-    for made in others():
-        for owner, name, value in fields(made.a):
-            for i, wrong in enumerate(damaged(value)):
-                log.write(f"{type(made).__name__} {owner.__name__}.{name} {i} {wrong!r:.200}\n")
-                log.flush()
-                try:
-                    check_other(reloaded(made, owner, name, wrong))
+                    check(reloaded(made, owner, name, wrong))
                     right += 1
                 except REFUSED:
                     refused += 1

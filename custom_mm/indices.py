@@ -16,7 +16,7 @@ def version_of(t: torch.Tensor) -> int:
 
 
 def place_of(t: torch.Tensor) -> tuple[Any, ...]:
-    """Where and how t's elements lie in memory, which changes if `.data` is assigned."""
+    """The address, dtype, shape and strides of t. They change if `.data` is assigned."""
     return t.data_ptr(), t.dtype, t.shape, t.stride()
 
 

@@ -54,7 +54,7 @@ class Agreement:
         return f"matmuls {self._token} {asked} {rank}"
 
     def ask(self, own: Told) -> list[Told]:
-        """What every rank says. Waits for all of them."""
+        """The messages of all ranks. Waits for all of them."""
         group, store = self._group, self._store
         names = [self._name(self._asked, rank) for rank in range(group.size)]
         store.set(names[group.rank], " ".join(str(int(number)) for number in own))

@@ -75,7 +75,7 @@ class Source:
             close()
 
     def _opened(self) -> Begun:
-        """What closes the file, and its records; a header is read at once."""
+        """The function that closes the file, and its records. Reads a header at once."""
         try:
             if self.kind == "parquet":
                 if self.is_pipe:

@@ -55,7 +55,7 @@ class Window:
         return bool(block)
 
     def find(self, what: bytes, begin: int) -> int:
-        """Where one byte is, from `begin` on: at the file's end len(held), and -1 if the record would be too long."""
+        """The place of one byte from `begin` on: len(held) at the file's end, -1 if the record would be too long."""
         while (found := self.held.find(what, begin, self.at + MOST + 1)) < 0:
             begin = max(begin, len(self.held))
             if begin > self.at + MOST:

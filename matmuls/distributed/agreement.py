@@ -97,7 +97,7 @@ def agreement_of(group: "Group", token: int) -> Agreement | None:
     if group.size == 1 or group.device.type != "cpu":
         return None
     try:
-        store = dist.distributed_c10d._get_process_group_store(group.group)  # type: ignore[arg-type]
+        store = dist.distributed_c10d._get_process_group_store(group.group)
     except (AttributeError, KeyError, RuntimeError):  # it is not public
         return None
     return Agreement(group, store, token)

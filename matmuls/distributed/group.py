@@ -4,6 +4,7 @@ import datetime
 import itertools
 import math
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
 
@@ -104,9 +105,13 @@ class Group:
 
     rank, size: of this process in the group. name: of the operator, for errors. agreement: how its ranks agree on a
     product; None: by all_gather.
+
+    A plan may outlive its process group. It refers to the group weakly: destroy_process_group then joins gloo's
+    threads. A thread that outlives the interpreter aborts the process when it releases a tensor.
     """
 
     agreement: Agreement | None = None
+    _group: Callable[[], dist.ProcessGroup | None] = staticmethod(lambda: None)
 
     def __init__(self, name: str, mesh: Mesh, device: torch.device) -> None:
         self.name, self.device = name, device
@@ -114,18 +119,19 @@ class Group:
         if isinstance(mesh, DeviceMesh):
             if mesh.ndim != 1:
                 raise ValueError(f"{name}: expected a mesh of one dimension, got {mesh.ndim}; take one of it by name")
-            self.group: dist.ProcessGroup | None = mesh.get_group()
+            group: dist.ProcessGroup | None = mesh.get_group()
         elif mesh is None:
             ready = dist.is_available() and dist.is_initialized()
-            self.group = dist.group.WORLD if ready else None
+            group = dist.group.WORLD if ready else None
         elif isinstance(mesh, dist.ProcessGroup):
-            self.group = mesh
+            group = mesh
         else:
             raise TypeError(f"{name}: expected mesh to be a DeviceMesh or a ProcessGroup, got {type(mesh).__name__}")
         self.rank, self.size = 0, 1
-        if self.group is not None:
-            self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
-            kinds = {d.type for d in self.group._device_types}
+        if group is not None:
+            self._group = weakref.ref(group)
+            self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+            kinds = {d.type for d in group._device_types}
             if self.size > 1 and device.type not in kinds:
                 raise ValueError(f"{name}: expected A on {' or '.join(sorted(kinds))} as the group sends, got {device}")
 
@@ -133,10 +139,17 @@ class Group:
         return f"{self.name} on rank {self.rank} of {self.size}"
 
     @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group, of more than this process alone. RuntimeError if it is destroyed."""
+        if (group := self._group()) is None:
+            raise RuntimeError(f"{self}: expected the process group of the plan, which destroy_process_group has ended")
+        return group
+
+    @property
     def seconds(self) -> float:
         """The group's timeout: how long a rank may take to answer."""
         try:
-            backend: Any = self.group._get_backend(self.device)  # type: ignore[union-attr]
+            backend: Any = self.group._get_backend(self.device)
             return float(backend.options._timeout.total_seconds())
         except (AttributeError, RuntimeError):  # it is not public
             return 600.0
@@ -181,8 +194,9 @@ class Group:
         """The tensors of all ranks, of one shape, one after another."""
         sent = sent.resolve_conj()
         received = sent.new_empty(self.size * sent.shape[0], *sent.shape[1:])
+        group = self.group
         try:
-            work = _all_gather(self.group, *map(as_real, (received, sent)))
+            work = _all_gather(group, *map(as_real, (received, sent)))
         except RuntimeError as error:
             self.name_the_dead(error)
         return Pending(self, received, sent, work)
@@ -194,8 +208,9 @@ class Group:
         target = sent.new_empty(sum(received), *sent.shape[1:])
         if self.size == 1:
             return Pending(self, target.copy_(sent), sent, None)
+        group = self.group
         try:
-            work = _all_to_all(self.group, *map(as_real, (target, sent)), received, counts)
+            work = _all_to_all(group, *map(as_real, (target, sent)), received, counts)
         except RuntimeError as error:
             self.name_the_dead(error)
         return Pending(self, target, sent, work, sends)
@@ -210,7 +225,7 @@ class Group:
         """Which ranks do not answer. Every rank that sees the failure leaves a mark in the group's store."""
         others = [rank for rank in range(self.size) if rank != self.rank]
         try:
-            store = dist.distributed_c10d._get_process_group_store(self.group)  # type: ignore[arg-type]
+            store = dist.distributed_c10d._get_process_group_store(self.group)
             store.set(f"matmuls failed {self.rank}", "")
         except (AttributeError, RuntimeError):  # it is not public
             return "expected an answer of the group's store, which rank 0 keeps unless torchrun does, got none"

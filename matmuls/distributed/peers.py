@@ -46,7 +46,6 @@ class Channel:
         from torch.distributed._symmetric_memory import rendezvous  # it is not public
 
         own, each = counts[group.rank], n * dtype.itemsize
-        assert group.group is not None
         header = _C.PeerRows.header
         with _no_multicast():
             shared = rendezvous(buffer, group.group.group_name)

@@ -284,6 +284,28 @@ def check_groups(rank, world, device):
         distributed.plan(sparse(drawn(3, 3)), mesh="cuda")
 
 
+def check_a_destroyed_group(rank, world, device):
+    """A plan does not keep its process group: gloo's threads end with it, without the garbage collector, and a
+    product says why it fails."""
+    pair = dist.new_group(list(range(world)))
+    a, rows = drawn(sum(SIZES[world]), sum(SIZES[world])), SIZES[world]
+    plan = distributed.plan(sparse(mine(a, rank, rows), device), pair)
+    x = mine(dense(sum(rows), 3, device), rank, rows)
+    y = plan @ x.clone().requires_grad_()
+    y.sum().backward()
+    kept = weakref.ref(pair)
+    gc.disable()
+    try:
+        dist.destroy_process_group(pair)
+        del pair
+        assert kept() is None
+    finally:
+        gc.enable()
+    if world > 1:
+        with raises(RuntimeError, "distributed.plan", "destroy_process_group"):
+            plan @ x
+
+
 def check_reordered(rank, world, device):
     """rcm finds the band of a shuffled matrix; products in its order are those of the matrix."""
     total = 24 * world

@@ -119,6 +119,7 @@ def expect_that_rank_1_is_named(found, ranks):
         assert seconds < LOST_SECONDS + ANSWER_SECONDS + 5
 
 
+@pytest.mark.exhaustive(keep=1)
 @pytest.mark.parametrize("how", ["killed", "stalled"])
 def test_a_lost_rank_is_named_in_time(how):
     expect_that_rank_1_is_named(lose_a_rank(3, how), 3)

@@ -26,6 +26,7 @@ def torchrun(*arguments, program=("-m", "matmuls")):
     return run.stdout
 
 
+@pytest.mark.exhaustive
 def test_both_scalings_are_measured_and_written(tmp_path):
     out = str(tmp_path)
     shown = torchrun(
@@ -48,6 +49,7 @@ def test_both_scalings_are_measured_and_written(tmp_path):
     assert result["environment"]["torch"]
 
 
+@pytest.mark.exhaustive
 def test_divided_models_agree_with_those_of_one_process(tmp_path):
     torchrun(str(tmp_path), "--small", program=(str(ROOT / "benchmarks/distributed_models.py"),))
     rows = json.loads((tmp_path / "cpu/distributed-models-2.json").read_text())["rows"]

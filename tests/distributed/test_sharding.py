@@ -18,6 +18,7 @@ def on_cpus(request, tmp_path_factory):
     return world, once(tmp_path_factory, f"sharding{world}", lambda: run_checks(world, CHECKS))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
 def test_on_every_rank(on_cpus, check):
     world, answers = on_cpus

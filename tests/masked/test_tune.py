@@ -409,6 +409,7 @@ def in_a_process(problem, tiles):
     return [1e-5 * len(tiles)] * len(tiles)
 
 
+@pytest.mark.exhaustive
 def test_a_crash_loses_only_its_own_trial(tmp_path):
     process = tune.Process(in_a_process, limit=90.0)
     process(PROBLEM, [Tiles(128, 64, 64)])  # starts the process

@@ -363,6 +363,7 @@ def test_threads_encode_at_once(pair):
                 same(found, want)
 
 
+@pytest.mark.exhaustive
 def test_a_pool_of_processes_runs_the_optimized_model(pair):
     stock, ours, handle = pair
     pool = ours.start_multi_process_pool(["cpu", "cpu"])
@@ -395,6 +396,7 @@ def test_processes_for_a_call(call, tmp_path):
         st.encode(given, device=["cpu", "cpu"], chunk_size=0)
 
 
+@pytest.mark.exhaustive
 def test_processes_run_the_optimized_model(tmp_path):
     """They fail by a setting that only matmuls' code reads."""
     st = small("bert", tmp_path)

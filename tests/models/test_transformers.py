@@ -41,6 +41,7 @@ def sentences(count):
     return [" ".join(draw.choices(words, k=draw.choice((1, 3, 8, 20, 40)))) for _ in range(count)]
 
 
+@pytest.mark.exhaustive
 def test_real_weights_on_200_sentences(encoder):
     texts = sentences(200)
     for first in range(0, len(texts), 50):

@@ -10,17 +10,9 @@ import torch
 from typer.testing import CliRunner
 
 import common.cli_cases  # noqa: F401
-from matmuls import cli, files, info
+from common.in_process import matmuls
+from matmuls import attention, cli, files, info
 from matmuls_cli.bert import ON_A_CPU
-
-
-def matmuls(*args, **kwargs):
-    """The command in a process of its own; stderr without the lines of progress, which a slow machine gets."""
-    run = subprocess.run(
-        [sys.executable, "-m", "matmuls_cli", *args], capture_output=True, text=True, timeout=300, **kwargs
-    )
-    run.stderr = re.sub(r"^matmuls: \d+:\d\d .*\n", "", run.stderr, flags=re.MULTILINE)
-    return run
 
 
 def test_which_gpus_a_build_runs_on():
@@ -175,21 +167,14 @@ def test_bert_rejects_a_model_that_ignores_attention_functions(tmp_path, kind, o
         assert run.stderr == f"matmuls: bert: {ignores}\n"
 
 
-def test_bert_fails_if_attention_is_wrong(tmp_path):
+@pytest.mark.exhaustive
+def test_bert_fails_if_attention_is_wrong(monkeypatch):
     """Exit status 1 if an embedding is off, here because of a wrong scale of the scores."""
-    code = """
-from matmuls import attention
-right = attention._forward
-attention._forward = lambda q, k, v, mask, scale, *rest: right(q, k, v, mask, 1.001 * scale, *rest)
-from matmuls.cli import main
-main()
-"""
-    run = subprocess.run(
-        [sys.executable, "-c", code, "bert", "How old are you?", "--device", "cpu"],
-        capture_output=True,
-        text=True,
-        timeout=300,
+    right = attention._forward
+    monkeypatch.setattr(
+        attention, "_forward", lambda q, k, v, mask, scale, *rest: right(q, k, v, mask, 1.001 * scale, *rest)
     )
+    run = matmuls("bert", "How old are you?", "--device", "cpu")
     assert run.returncode == 1
     assert "largest difference" in run.stdout
 
@@ -276,6 +261,7 @@ def test_bench_writes_json_and_no_progress_bar_into_a_file(tmp_path):
             assert row["roof"] == pytest.approx(max(shares))
 
 
+@pytest.mark.exhaustive
 def test_a_signal_ends_a_bench_and_keeps_its_results(tmp_path):
     """The second of two cases sends SIGTERM to its own process."""
     code = """
@@ -299,6 +285,7 @@ main()
     assert (len(result["rows"]), result["environment"]["complete"]) == (1, False)
 
 
+@pytest.mark.exhaustive
 def test_bench_bert_measures_every_way_of_a_tiny_model(tmp_path):
     args = ("--tiny", "--rounds", "2", "--piece", "1", "--piece", "2", "--chunk", "1", "--chunk", "3")
     run = matmuls("bench-bert", *args, "--device", "cpu", "--out", str(tmp_path))

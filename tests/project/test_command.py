@@ -53,6 +53,7 @@ print([m for m in {HEAVY} if m in sys.modules])
     assert (run.returncode, run.stdout) == (0, "[]\n"), run.stderr
 
 
+@pytest.mark.exhaustive(keep=1)
 @pytest.mark.parametrize("args", [["--help"], ["spmm", "--help"]], ids=" ".join)
 def test_help_is_quick(args):
     """Importing torch takes several seconds; the limits leave room for a busy machine."""
@@ -81,6 +82,7 @@ main()
 """
 
 
+@pytest.mark.exhaustive(keep=1)
 @pytest.mark.parametrize("module", ["typer", "torch", "torch.nn", "matmuls", "transformers.models"])
 def test_ctrl_c_during_an_import_is_one_line(module):
     """The signal comes when the module is looked up."""
@@ -89,6 +91,7 @@ def test_ctrl_c_during_an_import_is_one_line(module):
     assert (run.returncode, run.stdout, run.stderr) == (130, "", "matmuls: stopped\n")
 
 
+@pytest.mark.exhaustive
 def test_ctrl_c_during_a_run_is_one_line():
     pytest.importorskip("transformers")
     code = """
@@ -102,6 +105,7 @@ main()
     assert (run.returncode, run.stdout, run.stderr) == (130, "", "matmuls: stopped\n")
 
 
+@pytest.mark.exhaustive(keep=1)
 @pytest.mark.parametrize(
     ("package", "remedy", "args"),
     [

@@ -210,6 +210,7 @@ print(embed.run(embed.Job([embed.Source(file) for file in files], out, 7, {}), e
 """
 
 
+@pytest.mark.exhaustive(keep=1)
 @pytest.mark.parametrize("out", ["v.npy", "v.safetensors", "v.parquet"])
 def test_a_run_that_is_killed_goes_on_without_a_lost_or_doubled_row(tmp_path, out):
     """Killed six times at random moments of the two seconds that it takes, then left to end."""

@@ -185,6 +185,7 @@ def test_a_pipe_that_waits_does_not_hold_up_the_end(tmp_path):
     assert ended
 
 
+@pytest.mark.exhaustive
 def test_pipes_of_the_shell(tmp_path, model):
     code = "from matmuls_cli import main; main()"
     args = [sys.executable, "-c", code, "embed", "--model", model, "--device", "cpu"]

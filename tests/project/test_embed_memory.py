@@ -95,6 +95,7 @@ print(peak() - before)
 """
 
 
+@pytest.mark.exhaustive(keep=1)
 @pytest.mark.parametrize("kind", ["market", "shape", "header", "metis"])
 def test_a_small_file_of_a_matrix_takes_little_memory(tmp_path, kind):
     path = tmp_path / {"market": "a.mtx.bz2", "metis": "a.graph.gz"}.get(kind, "a.npz")

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from common.in_process import script
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -88,6 +90,7 @@ def test_sparse_attention():
     assert float(re.search(r"gradients: (\S+)", out)[1]) < 1e-4
 
 
+@pytest.mark.exhaustive
 def test_graph_network():
     out = example("graph_network", "--graph", "grid:24", "--width", 16, "--steps", 8)
     assert words(out) == words(expected("graph_network"))
@@ -113,6 +116,7 @@ def test_pyg_node_classification():
     assert float(found[1][2]) > 90
 
 
+@pytest.mark.exhaustive
 def test_inplace_memory():
     out = example("inplace_memory", "--rows", 2048, "--columns", 256)
     assert words(out) == words(expected("inplace_memory"))
@@ -139,7 +143,7 @@ def test_inplace_memory():
 def test_invalid_sizes_are_errors(name, args, told):
     if name.startswith("pyg"):
         pytest.importorskip("torch_geometric")
-    run = called(name, *args)
+    run = script(ROOT / "examples" / f"{name}.py", *args)
     assert run.returncode == 2
     assert f"error: {told}" in run.stderr
 
@@ -154,7 +158,7 @@ def test_invalid_sizes_are_errors(name, args, told):
     ],
 )
 def test_an_unusable_graph_is_an_error(graph, told):
-    run = called("graph_network", "--graph", graph)
+    run = script(ROOT / "examples/graph_network.py", "--graph", graph)
     assert run.returncode == 1
     assert run.stderr.startswith(told)
     assert run.stderr.count("\n") == 1

@@ -1,27 +1,18 @@
 """`matmuls spmm`: the command, and how it evaluates its measurements."""
 
 import json
-import re
-import subprocess
-import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from common.in_process import matmuls
 from matmuls import experiment, matrices, sparse
 from matmuls.experiment import Case, Result, candidates, measured
 from matmuls.sparse.names import DENSE
 
 MARKET = "%%MatrixMarket matrix coordinate real general\n"
-
-
-def matmuls(*args):
-    """The command in a process of its own; stderr without the lines of progress, which a slow machine gets."""
-    run = subprocess.run([sys.executable, "-m", "matmuls_cli", *args], capture_output=True, text=True, timeout=300)
-    run.stderr = re.sub(r"^matmuls: \d+:\d\d .*\n", "", run.stderr, flags=re.MULTILINE)
-    return run
 
 
 def test_spmm_measures_checks_and_writes(tmp_path):

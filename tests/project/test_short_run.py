@@ -38,6 +38,7 @@ def suite(tmp_path_factory):
     return folder
 
 
+@pytest.mark.exhaustive(keep=1)
 @pytest.mark.parametrize(
     ("arguments", "ran"),
     [

@@ -2,12 +2,13 @@
 
 import importlib.util
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+
+from common import in_process
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks/sparse_systems.py"
 
@@ -21,8 +22,12 @@ def script():
 
 
 def test_it_writes_a_row_for_each_case(tmp_path):
-    run = [sys.executable, SCRIPT, tmp_path, "grid:8", "pruned:6x9:0.5", "--device", "cpu"]
-    subprocess.run(run, check=True, capture_output=True, cwd=SCRIPT.parent)
+    threads = torch.get_num_threads()
+    try:
+        run = in_process.script(SCRIPT, tmp_path, "grid:8", "pruned:6x9:0.5", "--device", "cpu")
+    finally:
+        torch.set_num_threads(threads)
+    assert run.returncode == 0, run.stderr
     found = json.loads((tmp_path / "cpu/sparse-systems-1.json").read_text(encoding="utf-8"))
     assert found["environment"]["threads"] == 1
     assert found["environment"]["command"].endswith("OUT grid:8 pruned:6x9:0.5 --device cpu --threads 1")

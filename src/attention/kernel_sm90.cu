@@ -140,11 +140,11 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int tiles = (shape.keys + kKeys - 1) / kKeys;
   if (threadIdx.x == 0) {
     for (int s = 0; s < kStages; ++s) {
-      ptx::barrier_init(&full[s]);
-      ptx::barrier_init(&empty[s], kGroups);
+      ptx::mbarrier_init(&full[s]);
+      ptx::mbarrier_init(&empty[s], kGroups);
     }
-    ptx::barrier_init(queries_here);
-    ptx::barrier_fence();
+    ptx::mbarrier_init(queries_here);
+    ptx::fence_mbarrier_init();
     *shared_end = 0;
   }
   __syncthreads();
@@ -170,15 +170,15 @@ __global__ void __launch_bounds__(kThreads, 2)
   int fetched = 0;
   const auto fetch = [&] {  // called by one thread
     const int stage = fetched % kStages, rest = fetched - seen;
-    if (fetched >= kStages) ptx::barrier_wait(&empty[stage], fetched / kStages % 2 ^ 1);
-    ptx::barrier_expect(&full[stage], kStageBytes);
+    if (fetched >= kStages) ptx::mbarrier_wait(&empty[stage], fetched / kStages % 2 ^ 1);
+    ptx::mbarrier_arrive_expect_tx(&full[stage], kStageBytes);
     const bool values = rest > 0 && rest % 2;
     load(values ? v_map : k_map, shared + stage * kStageBytes, &full[stage], (rest < 0 ? fetched : rest / 2) * kKeys,
          head, batch);
     ++fetched;
   };
   if (threadIdx.x == 0) {
-    ptx::barrier_expect(queries_here, kGroups * kBoxBytes);
+    ptx::mbarrier_arrive_expect_tx(queries_here, kGroups * kBoxBytes);
     for (int g = 0; g < kGroups; ++g) load(q_map, boxes + g * kBoxBytes, queries_here, row0 + 64 * g, head, batch);
     while (fetched < min(kStages, steps)) fetch();
   }
@@ -199,19 +199,19 @@ __global__ void __launch_bounds__(kThreads, 2)
   // Address of this lane's row of an 8 x 8 matrix, 16 columns from 16 k on.
   const auto at = [&](int k) { return mine + lane % 16 * kRowBytes + ((2 * k + lane / 16) ^ lane % 8) * 16; };
   uint32_t q[4][4];
-  ptx::barrier_wait(queries_here, 0);
+  ptx::mbarrier_wait(queries_here, 0);
 #pragma unroll
-  for (int k = 0; k < 4; ++k) ptx::load_matrices(ptx::shared_address(at(k)), q[k]);
+  for (int k = 0; k < 4; ++k) ptx::ldmatrix_x4(ptx::shared_address(at(k)), q[k]);
 
   unsigned n = 0;
   const auto arrived = [&] {
     const int stage = n % kStages;
-    ptx::barrier_wait(&full[stage], n / kStages % 2);
+    ptx::mbarrier_wait(&full[stage], n / kStages % 2);
     ++n;
     return stage;
   };
   const auto release = [&](int stage) {
-    if (threadIdx.x % kGroup == 0) ptx::barrier_arrive(&empty[stage]);
+    if (threadIdx.x % kGroup == 0) ptx::mbarrier_arrive(&empty[stage]);
   };
   // While a product runs: refill the released stages.
   const auto refill = [&](int released) {
@@ -226,15 +226,14 @@ __global__ void __launch_bounds__(kThreads, 2)
   float scores[64] = {};
   for (int i = 0; i < seen; ++i) {
     const int stage = arrived();
-    hopper::begin_products();
+    hopper::wgmma_fence();
 #pragma unroll
     for (int k = 0; k < 4; ++k)
-      hopper::multiply_fragment<T, false>(scores, q[k], hopper::descriptor(shared + stage * kStageBytes + k * 32),
-                                          k > 0);
-    hopper::commit_products();
+      hopper::wgmma_rs<T, false>(scores, q[k], hopper::smem_descriptor(shared + stage * kStageBytes + k * 32), k > 0);
+    hopper::wgmma_commit_group();
     refill(i);
-    hopper::wait_for_products<0>();
-    hopper::pin(scores);
+    hopper::wgmma_wait_group<0>();
+    hopper::warpgroup_fence_operand(scores);
     release(stage);
     if (masked || (i + 1) * kKeys > end) {
       const Hidden left = masks.hidden(i * kKeys, warp_row, lane);
@@ -296,15 +295,15 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int column = i * kKeys + half * kHalf;
-      hopper::begin_products();
+      hopper::wgmma_fence();
 #pragma unroll
       for (int k = 0; k < 4; ++k)
-        hopper::multiply_fragment<T, false>(
-            s, q[k], hopper::descriptor(shared + keys * kStageBytes + half * kBoxBytes + k * 32), k > 0);
-      hopper::commit_products();
+        hopper::wgmma_rs<T, false>(
+            s, q[k], hopper::smem_descriptor(shared + keys * kStageBytes + half * kBoxBytes + k * 32), k > 0);
+      hopper::wgmma_commit_group();
       refill(seen + 2 * i);
-      hopper::wait_for_products<0>();
-      hopper::pin(s);
+      hopper::wgmma_wait_group<0>();
+      hopper::warpgroup_fence_operand(s);
       if (half == 1) release(keys);
       Hidden h{};
       if (masked || column + kHalf > end) h = masks.hidden(column, warp_row, lane);
@@ -316,8 +315,8 @@ __global__ void __launch_bounds__(kThreads, 2)
         for (int c = 0; c < 4; ++c) {
           e[c] = ptx::exp2_approx(fmaf(s[4 * j + c] - top[c / 2], scale, -shift[c / 2]));
         }
-        p[j / 2][j % 2 * 2] = hopper::two<T>(e[0], e[1]);
-        p[j / 2][j % 2 * 2 + 1] = hopper::two<T>(e[2], e[3]);
+        p[j / 2][j % 2 * 2] = hopper::pack2<T>(e[0], e[1]);
+        p[j / 2][j % 2 * 2 + 1] = hopper::pack2<T>(e[2], e[3]);
       }
       if (h.some()) {  // 0 even if the row is NaN
 #pragma unroll
@@ -328,16 +327,17 @@ __global__ void __launch_bounds__(kThreads, 2)
         }
       }
       if (half == 0) values = arrived();
-      hopper::begin_products();
+      hopper::wgmma_fence();
 #pragma unroll
       for (int k = 0; k < 4; ++k)
-        hopper::multiply_fragment<T, true>(
-            out, p[k], hopper::descriptor(shared + values * kStageBytes + half * kBoxBytes + k * 16 * kRowBytes), true);
-      hopper::commit_products();
+        hopper::wgmma_rs<T, true>(
+            out, p[k], hopper::smem_descriptor(shared + values * kStageBytes + half * kBoxBytes + k * 16 * kRowBytes),
+            true);
+      hopper::wgmma_commit_group();
 #pragma unroll
-      for (int k = 0; k < 4; ++k) hopper::store_matrices(at(k), p[k][0], p[k][1], p[k][2], p[k][3]);
-      hopper::wait_for_products<0>();
-      hopper::pin(out);
+      for (int k = 0; k < 4; ++k) hopper::stmatrix_x4(at(k), p[k][0], p[k][1], p[k][2], p[k][3]);
+      hopper::wgmma_wait_group<0>();
+      hopper::warpgroup_fence_operand(out);
       leave(column);
     }
     release(values);
@@ -350,11 +350,11 @@ __global__ void __launch_bounds__(kThreads, 2)
     T* const to = context + rows[r] * shape.context_strides[1] + 2 * (lane % 4);
 #pragma unroll
     for (int j = 0; j < 8; ++j)
-      *reinterpret_cast<uint32_t*>(to + 8 * j) = hopper::two<T>(out[4 * j + 2 * r], out[4 * j + 2 * r + 1]);
+      *reinterpret_cast<uint32_t*>(to + 8 * j) = hopper::pack2<T>(out[4 * j + 2 * r], out[4 * j + 2 * r + 1]);
   }
   if (seen < tiles) {  // columns that no row of the block sees
 #pragma unroll
-    for (int k = 0; k < 4; ++k) hopper::store_matrices(at(k), 0, 0, 0, 0);
+    for (int k = 0; k < 4; ++k) hopper::stmatrix_x4(at(k), 0, 0, 0, 0);
     for (int i = seen; i < tiles; ++i)
       for (int half = 0; half < 2; ++half) leave(i * kKeys + half * kHalf);
   }

@@ -73,7 +73,7 @@ struct Queries {
     const int lane = threadIdx.x % 32;
     const uint32_t row = ptx::shared_address(tile) + lane % 16 * kRowBytes<D> + lane / 16 * 16;
 #pragma unroll
-    for (int k = 0; k < D / 16; ++k) ptx::load_matrices(row + 32 * k, q[k]);
+    for (int k = 0; k < D / 16; ++k) ptx::ldmatrix_x4(row + 32 * k, q[k]);
   }
 
   // Scores of `keys` keys in shared memory, as probabilities relative to the largest so far: p. `from`: the first key.
@@ -87,9 +87,9 @@ struct Queries {
 #pragma unroll
       for (int n = 0; n < keys / 16; ++n) {
         uint32_t b[4];
-        ptx::load_matrices(row + 16 * n * kRowBytes<D> + 32 * k, b);
-        ptx::multiply_add<kBfloat16>(s[2 * n], q[k], b[0], b[1]);
-        ptx::multiply_add<kBfloat16>(s[2 * n + 1], q[k], b[2], b[3]);
+        ptx::ldmatrix_x4(row + 16 * n * kRowBytes<D> + 32 * k, b);
+        ptx::mma<kBfloat16>(s[2 * n], q[k], b[0], b[1]);
+        ptx::mma<kBfloat16>(s[2 * n + 1], q[k], b[2], b[3]);
       }
     if (masked) mask(s, from + lane % 4 * 2);
     exponentiate(s, scale);
@@ -109,9 +109,9 @@ struct Queries {
 #pragma unroll
       for (int d = 0; d < D / 16; ++d) {
         uint32_t b[4];
-        ptx::load_matrices<true>(row + 16 * n * kRowBytes<D> + 32 * d, b);
-        ptx::multiply_add<kBfloat16>(context[2 * d], p[n], b[0], b[1]);
-        ptx::multiply_add<kBfloat16>(context[2 * d + 1], p[n], b[2], b[3]);
+        ptx::ldmatrix_x4<true>(row + 16 * n * kRowBytes<D> + 32 * d, b);
+        ptx::mma<kBfloat16>(context[2 * d], p[n], b[0], b[1]);
+        ptx::mma<kBfloat16>(context[2 * d + 1], p[n], b[2], b[3]);
       }
   }
 
@@ -241,7 +241,7 @@ void launch(const Call& call) {
   const int64_t blocks = int64_t{tiles} * call.heads * call.segments;
   TORCH_CHECK(blocks <= INT32_MAX, "attend_packed: expected at most 2^31 blocks of queries, got ", blocks);
   Launch launch(static_cast<unsigned>(blocks), kThreads, kShared<D>);
-  launch.early();
+  launch.programmatic();
   launch(kernel, call, tiles);
 }
 

@@ -28,9 +28,9 @@ __device__ Header* header_of(const PeerTable& t, int rank) { return reinterpret_
 // rows are missing: *lost says which one it was.
 __device__ void await(const unsigned long long* flag, unsigned long long call, int rank, int* lost, uint64_t limit) {
   if (ptx::load_acquire_system(flag) >= call) return;
-  const uint64_t begin = ptx::global_nanoseconds();
+  const uint64_t begin = ptx::globaltimer();
   while (ptx::load_acquire_system(flag) < call) {
-    if (ptx::global_nanoseconds() - begin < limit) continue;
+    if (ptx::globaltimer() - begin < limit) continue;
     *const_cast<volatile int*>(lost) = rank + 1;
     __threadfence_system();
     __trap();

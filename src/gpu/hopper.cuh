@@ -21,7 +21,7 @@ namespace matmuls::hopper {
 
 // ---- TMA copies; (x, y): column and row of the tile's first element
 
-__device__ inline void load(const CUtensorMap& map, void* to, uint64_t* barrier, int x, int y) {
+__device__ inline void tma_load_2d(const CUtensorMap& map, void* to, uint64_t* barrier, int x, int y) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
           ptx::shared_address(to)),
@@ -29,7 +29,7 @@ __device__ inline void load(const CUtensorMap& map, void* to, uint64_t* barrier,
       : "memory");
 }
 // Loads a tile of a 3D tensor.
-__device__ inline void load_of_three(const CUtensorMap& map, void* to, uint64_t* barrier, int x, int y, int z) {
+__device__ inline void tma_load_3d(const CUtensorMap& map, void* to, uint64_t* barrier, int x, int y, int z) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::
           "r"(ptx::shared_address(to)),
@@ -37,7 +37,8 @@ __device__ inline void load_of_three(const CUtensorMap& map, void* to, uint64_t*
       : "memory");
 }
 // Loads a 2D tile with an L2 cache policy.
-__device__ inline void load(const CUtensorMap& map, void* to, uint64_t* barrier, int x, int y, ptx::L2Policy policy) {
+__device__ inline void tma_load_2d(const CUtensorMap& map, void* to, uint64_t* barrier, int x, int y,
+                                   ptx::L2Policy policy) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
       "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(ptx::shared_address(to)),
@@ -45,14 +46,14 @@ __device__ inline void load(const CUtensorMap& map, void* to, uint64_t* barrier,
       : "memory");
 }
 // Copies contiguous bytes; their number is a multiple of 16.
-__device__ inline void load_bytes(const void* from, void* to, uint64_t* barrier, unsigned bytes) {
+__device__ inline void bulk_load(const void* from, void* to, uint64_t* barrier, unsigned bytes) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                    ptx::shared_address(to)),
                "l"(from), "r"(bytes), "r"(ptx::shared_address(barrier))
                : "memory");
 }
 // Copies contiguous bytes with an L2 cache policy.
-__device__ inline void load_bytes(const void* from, void* to, uint64_t* barrier, unsigned bytes, ptx::L2Policy policy) {
+__device__ inline void bulk_load(const void* from, void* to, uint64_t* barrier, unsigned bytes, ptx::L2Policy policy) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
           "r"(ptx::shared_address(to)),
@@ -60,7 +61,8 @@ __device__ inline void load_bytes(const void* from, void* to, uint64_t* barrier,
       : "memory");
 }
 // Multicast: loads one tile to the same offset in every block of the mask `blocks`, and signals the barrier of each.
-__device__ inline void load_for(uint16_t blocks, const CUtensorMap& map, void* to, uint64_t* barrier, int x, int y) {
+__device__ inline void tma_load_2d_multicast(uint16_t blocks, const CUtensorMap& map, void* to, uint64_t* barrier,
+                                             int x, int y) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
       "[%0], [%1, {%4, %5}], [%2], %3;" ::"r"(ptx::shared_address(to)),
@@ -68,55 +70,56 @@ __device__ inline void load_for(uint16_t blocks, const CUtensorMap& map, void* t
       : "memory");
 }
 // Multicast of contiguous bytes.
-__device__ inline void load_bytes_for(uint16_t blocks, const void* from, void* to, uint64_t* barrier, unsigned bytes) {
+__device__ inline void bulk_load_multicast(uint16_t blocks, const void* from, void* to, uint64_t* barrier,
+                                           unsigned bytes) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
       "[%0], [%1], %2, [%3], %4;" ::"r"(ptx::shared_address(to)),
       "l"(from), "r"(bytes), "r"(ptx::shared_address(barrier)), "h"(blocks)
       : "memory");
 }
-__device__ inline void store(const CUtensorMap& map, const void* from, int x, int y) {
+__device__ inline void tma_store_2d(const CUtensorMap& map, const void* from, int x, int y) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(&map),
                "r"(ptx::shared_address(from)), "r"(x), "r"(y)
                : "memory");
 }
 // Copies contiguous bytes to global memory; their number is a multiple of 16.
-__device__ inline void store_bytes(void* to, const void* from, unsigned bytes) {
+__device__ inline void bulk_store(void* to, const void* from, unsigned bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(ptx::shared_address(from)),
                "r"(bytes)
                : "memory");
 }
-__device__ inline void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+__device__ inline void bulk_commit_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Waits until at most `pending` of this thread's committed store groups still read shared memory.
 template <int pending>
-__device__ inline void wait_for_stores() {
+__device__ inline void bulk_wait_group_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(pending) : "memory");
 }
 // Waits until all of this thread's committed store groups have been written to global memory.
-__device__ inline void wait_for_writes() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+__device__ inline void bulk_wait_group_all() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 // Prefetches a tile to L2; nothing waits for it.
-__device__ inline void bring(const CUtensorMap& map, int x, int y) {
+__device__ inline void tma_prefetch_2d(const CUtensorMap& map, int x, int y) {
   asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(&map), "r"(x), "r"(y) : "memory");
 }
 // Prefetches bytes (a multiple of 16) to L2. The data is not consumed here: later loads see whatever another kernel
 // writes to it in the meantime.
-__device__ inline void bring_bytes(const void* from, unsigned bytes) {
+__device__ inline void bulk_prefetch(const void* from, unsigned bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
 // Prefetches the tensor map before the first copy uses it.
-__device__ inline void prefetch(const CUtensorMap& map) {
+__device__ inline void prefetch_tensormap(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 // Orders this thread's later bulk copies after its earlier reads of counters (generic-to-async proxy fence).
-__device__ inline void order_copies() { asm volatile("fence.proxy.async;" ::: "memory"); }
+__device__ inline void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
 // Makes earlier writes to shared memory visible to bulk copies.
-__device__ inline void publish() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ inline void fence_proxy_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // ---- results to shared memory
 
 // Packs two floats into a word; `left` in the lower half.
 template <class T>
-__device__ inline uint32_t two(float left, float right) {
+__device__ inline uint32_t pack2(float left, float right) {
   if constexpr (std::is_same_v<T, c10::BFloat16>) {
     const __nv_bfloat162 pair = __floats2bfloat162_rn(left, right);
     return reinterpret_cast<const uint32_t&>(pair);
@@ -127,7 +130,7 @@ __device__ inline uint32_t two(float left, float right) {
 }
 // stmatrix: stores four 8x8 matrices of 16-bit elements in the register layout of mma and wgmma results. Lane l passes
 // the address of row l % 8 of matrix l / 8.
-__device__ inline void store_matrices(void* row, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+__device__ inline void stmatrix_x4(void* row, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(ptx::shared_address(row)),
                "r"(a), "r"(b), "r"(c), "r"(d)
                : "memory");
@@ -135,7 +138,7 @@ __device__ inline void store_matrices(void* row, uint32_t a, uint32_t b, uint32_
 
 // 4 x 4 transpose among four adjacent lanes: word i of lane j becomes word j of lane i. Each lane then stores 16 bytes,
 // and adjacent lanes fill whole sectors: half sectors cost the next launch 0.8 us (H200).
-__device__ inline void turn_among_four(uint32_t (&word)[4], int lane) {
+__device__ inline void transpose_4x4(uint32_t (&word)[4], int lane) {
 #pragma unroll
   for (int bit = 1; bit < 4; bit *= 2)
 #pragma unroll
@@ -151,18 +154,18 @@ __device__ inline void turn_among_four(uint32_t (&word)[4], int lane) {
 // No cluster-scope release: it would be a fence of all memory in each K step of a product, which then runs at 0.74 of
 // cuBLAS instead of 0.94 (H200, 40000 x 1024). These barriers order only bulk copies and wgmma, which signal barriers
 // themselves.
-__device__ inline void arrive_at(const uint64_t* barrier, unsigned block) {
-  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(ptx::address_in(barrier, block)) : "memory");
+__device__ inline void mbarrier_arrive_remote(const uint64_t* barrier, unsigned block) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(ptx::mapa(barrier, block)) : "memory");
 }
 // Sends four floats to another block's shared memory; its barrier counts the 16 bytes.
-__device__ inline void send(uint32_t to, float a, float b, float c, float d, uint32_t remote_barrier) {
+__device__ inline void st_async(uint32_t to, float a, float b, float c, float d, uint32_t remote_barrier) {
   asm volatile(
       "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
       "f"(a), "f"(b), "f"(c), "f"(d), "r"(remote_barrier)
       : "memory");
 }
 // Named barrier `id` (1 to 15) for `threads` threads of the block.
-__device__ inline void sync(int id, int threads) {
+__device__ inline void named_barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
@@ -180,28 +183,28 @@ __device__ inline void setmaxnreg_dec() {
 // Shared-memory matrix descriptor of an operand tile, 128-byte swizzle. K-major: rows of 128 bytes, 8 of them every
 // 1024 bytes. MN-major: one row of 64 elements per k, 8 rows every `eight` bytes, and `apart` bytes to the next 64
 // columns.
-__device__ inline uint64_t descriptor(const void* tile, unsigned apart = 16, unsigned eight = 1024) {
+__device__ inline uint64_t smem_descriptor(const void* tile, unsigned apart = 16, unsigned eight = 1024) {
   return (uint64_t{1} << 62) | (uint64_t{eight >> 4} << 32) | (uint64_t{apart >> 4} << 16) |
          ((ptx::shared_address(tile) & 0x3ffff) >> 4);
 }
 // The same for K-major rows of 64 bytes with TMA's 64-byte swizzle: chunk c of row r at c ^ (r / 2 % 4).
-__device__ inline uint64_t descriptor_of_narrow(const void* tile) {
+__device__ inline uint64_t smem_descriptor_64b(const void* tile) {
   return (uint64_t{2} << 62) | (uint64_t{512 >> 4} << 32) | (uint64_t{1} << 16) |
          ((ptx::shared_address(tile) & 0x3ffff) >> 4);
 }
-__device__ inline void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ inline void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ inline void wgmma_commit_group() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int pending>
-__device__ inline void wait_for_products() {
+__device__ inline void wgmma_wait_group() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
 }
 template <int N>  // keeps the compiler from moving accesses to these registers across this point
-__device__ inline void pin(float (&d)[N]) {
+__device__ inline void warpgroup_fence_operand(float (&d)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 template <int N>
-__device__ inline void pin(uint32_t (&x)[N]) {
+__device__ inline void warpgroup_fence_operand(uint32_t (&x)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) asm volatile("" : "+r"(x[i])::"memory");
 }
@@ -280,7 +283,7 @@ __device__ inline void pin(uint32_t (&x)[N]) {
     MATMULS_WGMMA(32, k, types, transposes, "%16", "%17", "%18")
 
 template <class T, bool b_k_apart, int N>
-__device__ inline void multiply(float (&d)[N], uint64_t desc_a, uint64_t desc_b, bool accumulate) {
+__device__ inline void wgmma_ss(float (&d)[N], uint64_t desc_a, uint64_t desc_b, bool accumulate) {
   static_assert(N == 16 || N == 32 || N == 48 || N == 64 || N == 96 || N == 128);
   if constexpr (std::is_same_v<T, float>) {
     static_assert(!b_k_apart);  // TF32 has no transposed operand
@@ -316,8 +319,7 @@ __device__ inline void multiply(float (&d)[N], uint64_t desc_a, uint64_t desc_b,
     MATMULS_SPARSE_WGMMA(32, types, "%16", "%17", "%18", "%20", "%19")
 
 template <class T, int which, int N>
-__device__ inline void multiply_sparse24(float (&d)[N], uint64_t desc_a, uint64_t desc_b, uint32_t places,
-                                         bool accumulate) {
+__device__ inline void wgmma_sparse(float (&d)[N], uint64_t desc_a, uint64_t desc_b, uint32_t places, bool accumulate) {
   static_assert(N == 16 || N == 32 || N == 64);
   if constexpr (std::is_same_v<T, c10::BFloat16>) {
     MATMULS_MULTIPLY_TWO_OF_FOUR(".bf16.bf16");
@@ -350,7 +352,7 @@ __device__ inline void multiply_sparse24(float (&d)[N], uint64_t desc_a, uint64_
     MATMULS_FRAGMENT_WGMMA(8, k, types, transpose, "%4, %5, %6, %7", "%8", "%9")
 
 template <class T, bool b_k_apart, int N>
-__device__ inline void multiply_fragment(float (&d)[N], const uint32_t (&a)[4], uint64_t desc_b, bool accumulate) {
+__device__ inline void wgmma_rs(float (&d)[N], const uint32_t (&a)[4], uint64_t desc_b, bool accumulate) {
   static_assert(N == 4 || N == 8 || N == 16 || N == 32 || N == 64 || N == 128);
   if constexpr (std::is_same_v<T, float>) {
     static_assert(!b_k_apart);  // TF32 has no transposed operand
@@ -370,8 +372,8 @@ __device__ inline void multiply_fragment(float (&d)[N], const uint32_t (&a)[4], 
 // warp's 16 rows come from four 16-byte chunks: the first eight from chunks place0 and place0 ^ 5, the others likewise
 // from place1; each lane passes its own chunk. The four k and eight columns that a warp reads at once are in different
 // banks.
-__device__ inline void fragments_of(uint32_t (&fragment)[4][4], const unsigned char* tile, int place0, int place1,
-                                    int lane) {
+__device__ inline void load_tf32_fragments(uint32_t (&fragment)[4][4], const unsigned char* tile, int place0,
+                                           int place1, int lane) {
 #pragma unroll
   for (int k = 0; k < 4; ++k)
 #pragma unroll

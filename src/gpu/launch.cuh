@@ -59,7 +59,7 @@ struct Launch {
   // Programmatic dependent launch where the GPU supports it: blocks start while the last blocks of the previous kernel
   // run, which saves a microsecond between kernels. The kernel must call ptx::griddepcontrol_wait before it reads what
   // that kernel writes.
-  void early() {
+  void programmatic() {
     if (has_sm90_code())
       ask(cudaLaunchAttributeProgrammaticStreamSerialization).programmaticStreamSerializationAllowed = 1;
   }
@@ -79,9 +79,9 @@ struct Launch {
 };
 
 template <class... Wanted, class... Given>
-void launch_early(void (*kernel)(Wanted...), dim3 grid, dim3 threads, Given&&... arguments) {
+void launch_programmatic(void (*kernel)(Wanted...), dim3 grid, dim3 threads, Given&&... arguments) {
   Launch launch(grid, threads);
-  launch.early();
+  launch.programmatic();
   launch(kernel, std::forward<Given>(arguments)...);
 }
 

@@ -25,13 +25,13 @@ __device__ inline uint32_t ones_from(int n) {
 }
 
 // Makes a word opaque to the compiler: numbers unpacked from it are unpacked again instead of kept in registers.
-__device__ inline void forget(uint32_t& word) { asm volatile("" : "+r"(word)); }
-__device__ inline void forget(int& word) { asm volatile("" : "+r"(word)); }
+__device__ inline void opaque(uint32_t& word) { asm volatile("" : "+r"(word)); }
+__device__ inline void opaque(int& word) { asm volatile("" : "+r"(word)); }
 
 // The same for an address: the compiler then adds a column offset to it in one instruction instead of recomputing the
 // whole address.
 template <class T>
-__device__ inline void forget(T*& address) {
+__device__ inline void opaque(T*& address) {
   asm volatile("" : "+l"(address));
 }
 
@@ -201,7 +201,7 @@ __device__ inline void cp_async_wait_group() {
 // ldmatrix: loads four 8x8 matrices of 16-bit elements. Lane l passes the address of row l % 8 of matrix l / 8, and
 // gets of each matrix the elements 2 (l % 4) and the next of row l / 4; transposed: of column l / 4.
 template <bool transposed = false>
-__device__ inline void load_matrices(uint32_t row, uint32_t (&a)[4]) {
+__device__ inline void ldmatrix_x4(uint32_t row, uint32_t (&a)[4]) {
   if constexpr (transposed)
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
@@ -217,7 +217,7 @@ __device__ inline void load_matrices(uint32_t row, uint32_t (&a)[4]) {
 // 4), has of two neighbours each: of d the columns t of the rows g and g + 8; of a the columns t of these rows, then
 // the columns t + 8; of b the rows t and t + 8 of column g.
 template <bool bfloat16>
-__device__ inline void multiply_add(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+__device__ inline void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
 #if __CUDA_ARCH__ >= 800
   if constexpr (bfloat16)
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
@@ -232,7 +232,7 @@ __device__ inline void multiply_add(float (&d)[4], const uint32_t (&a)[4], uint3
 #endif
 }
 
-// Programmatic dependent launch (PDL), for kernels launched by launch_early and those before them.
+// Programmatic dependent launch (PDL), for kernels launched by launch_programmatic and those before them.
 // griddepcontrol_launch_dependents: the next kernel's blocks may start. griddepcontrol_wait: all writes of earlier
 // kernels are visible after it. Before sm_90 both do nothing: a kernel starts after the previous one has ended.
 __device__ inline void griddepcontrol_launch_dependents() {
@@ -255,7 +255,7 @@ __device__ inline unsigned long long load_acquire_system(const unsigned long lon
 __device__ inline void store_release_system(unsigned long long* flag, unsigned long long now) {
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(flag), "l"(now) : "memory");
 }
-__device__ inline uint64_t global_nanoseconds() {
+__device__ inline uint64_t globaltimer() {
   uint64_t now;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
   return now;
@@ -289,7 +289,7 @@ __device__ inline unsigned load_acquire(const unsigned* counter) {
 // ---- clusters: blocks that can access each other's shared memory
 //
 // Address of the same shared variable in another block of the cluster.
-__device__ inline uint32_t address_in(const void* shared, unsigned block) {
+__device__ inline uint32_t mapa(const void* shared, unsigned block) {
   uint32_t remote;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(shared_address(shared)), "r"(block));
   return remote;
@@ -314,18 +314,18 @@ __device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait.acqui
 
 // mbarrier that counts arrivals and bytes: `expect` arrives and adds bytes to expect, `send` delivers bytes, `wait`
 // waits for all.
-__device__ inline void barrier_init(uint64_t* barrier, unsigned arrivals = 1) {
+__device__ inline void mbarrier_init(uint64_t* barrier, unsigned arrivals = 1) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }
-__device__ inline void barrier_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-__device__ inline void barrier_arrive(const uint64_t* barrier) {
+__device__ inline void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ inline void mbarrier_arrive(const uint64_t* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
-__device__ inline void barrier_expect(uint64_t* barrier, unsigned bytes) {
+__device__ inline void mbarrier_arrive_expect_tx(uint64_t* barrier, unsigned bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
                : "memory");
 }
-__device__ inline void barrier_wait(uint64_t* barrier, unsigned parity) {
+__device__ inline void mbarrier_wait(uint64_t* barrier, unsigned parity) {
   uint32_t done = 0;
   while (!done)
     asm volatile(
@@ -336,7 +336,7 @@ __device__ inline void barrier_wait(uint64_t* barrier, unsigned parity) {
         : "r"(shared_address(barrier)), "r"(parity)
         : "memory");
 }
-__device__ inline void send(uint32_t to, uint64_t word, uint32_t remote_barrier) {
+__device__ inline void st_async(uint32_t to, uint64_t word, uint32_t remote_barrier) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(to), "l"(word),
                "r"(remote_barrier)
                : "memory");

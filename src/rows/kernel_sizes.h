@@ -63,6 +63,6 @@ struct StreamPlan {
   static constexpr int kPart = kThreads * kHeld;  // vectors of a row per block
   static constexpr int kBytes = 16 * kPart * (1 + 2 * kStages);
 };
-constexpr int kMostStreamBlocks = 64;  // that share a row: a lane reads two letters
+constexpr int kMostStreamBlocks = 64;  // that share a row: a lane reads two messages
 
 }  // namespace matmuls

@@ -114,7 +114,7 @@ struct LaunchRows {
     launch.config.gridDim = dim3(static_cast<unsigned>(grid.blocks));
     if constexpr (kind == RowKernel::persistent || kind == RowKernel::persistent_unaligned || kind == RowKernel::staged)
       prepare(op, grid.teams);
-    if constexpr (kind != RowKernel::persistent && kind != RowKernel::cluster) launch.early();
+    if constexpr (kind != RowKernel::persistent && kind != RowKernel::cluster) launch.programmatic();
     launch(kernel, op, shape<kind>(grid, Op::kInputs));
   }
   template <RowKernel kind, auto kernel>

@@ -97,7 +97,7 @@ struct NormBackward {
     const auto offsets = index(r);
     return {grad + offsets.at[0], xhat + offsets.at[1], dx ? dx + offsets.at[2] : nullptr, rstd + r, steps};
   }
-  __device__ Row row_beside(int64_t r, int64_t offset) const {
+  __device__ Row row_for_copies(int64_t r, int64_t offset) const {
     return {grad + offset, xhat + offset, dx + offset, rstd + r, steps};
   }
   __device__ const T* constant(int) const { return weight; }
@@ -235,7 +235,7 @@ Partial launch_stream(const NormBackward<T>& op, const Rows<3>& rows, const RowC
   const auto options = at::TensorOptions().device(at::kCUDA, at::cuda::current_device());
   Tensor sums;
   if (wants_sums) sums = empty({c.teams, 2, rows.columns}, options.dtype(at::kFloat));
-  const Tensor letters = empty({whole ? c.teams : 0, StreamNormBackward<T>::kLetters}, options.dtype(at::kLong));
+  const Tensor messages = empty({whole ? c.teams : 0, StreamNormBackward<T>::kMessages}, options.dtype(at::kLong));
   launch_stream_norm_backward<T>({op.grad,
                                   op.xhat,
                                   op.weight,
@@ -246,7 +246,7 @@ Partial launch_stream(const NormBackward<T>& op, const Rows<3>& rows, const RowC
                                   static_cast<int>(rows.columns),
                                   op.rms,
                                   wants_sums ? sums.mutable_data_ptr<float>() : nullptr,
-                                  reinterpret_cast<uint64_t*>(letters.mutable_data_ptr<int64_t>())},
+                                  reinterpret_cast<uint64_t*>(messages.mutable_data_ptr<int64_t>())},
                                  c.teams, c.blocks_per_row, whole);
   return {sums, c.teams};
 }

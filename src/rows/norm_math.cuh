@@ -52,7 +52,7 @@ struct Norm {
     return {x + offsets.at[0], xhat ? xhat + offsets.at[2] : nullptr, residual + offsets.at[1],
             rstd ? rstd + r : nullptr, steps};
   }
-  __device__ Row row_beside(int64_t r, int64_t offset) const {
+  __device__ Row row_for_copies(int64_t r, int64_t offset) const {
     return {x + offset, xhat ? xhat + offset : nullptr, residual + offset, rstd ? rstd + r : nullptr, steps};
   }
   __host__ __device__ const T* constant(int c) const { return c == 0 ? weight : bias; }

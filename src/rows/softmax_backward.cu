@@ -93,11 +93,11 @@ struct SoftmaxBackward {
     const auto offsets = index(r);
     const auto& at = offsets.at;
     Row row{y + at[0], grad + at[1], dx + at[2], steps, causal ? last_column(at[3]) : kLastColumn};
-    ptx::forget(row.y);
-    ptx::forget(row.grad);
+    ptx::opaque(row.y);
+    ptx::opaque(row.grad);
     return row;
   }
-  __device__ Row row_beside(int64_t r, int64_t offset) const {
+  __device__ Row row_for_copies(int64_t r, int64_t offset) const {
     return {y + offset, grad + offset, dx + offset, steps, causal ? last_column(index(r).at[3]) : kLastColumn};
   }
   __device__ static const T* constant(int) { return nullptr; }
@@ -143,7 +143,7 @@ struct SoftmaxBackward {
     const int visible = row.visible(span.columns);
     const F scaled_dot = scale * dot;
     T* dx_row = row.dx;
-    ptx::forget(dx_row);
+    ptx::opaque(dx_row);
 #pragma unroll
     for (int i = 0; i < NV; ++i) {
       F y[V] = {};

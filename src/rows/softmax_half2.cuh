@@ -125,8 +125,8 @@ struct PackedSoftmax {
     const auto other = mask_index(r);
     Row row{x + offsets.at[0], y + offsets.at[1], mask + other.at[0],
             ends && causal ? last_column(other.at[1]) : kLastColumn};
-    ptx::forget(row.x);
-    if (bytes) ptx::forget(row.mask);
+    ptx::opaque(row.x);
+    if (bytes) ptx::opaque(row.mask);
     return row;
   }
   __device__ static const T* constant(int) { return nullptr; }
@@ -224,7 +224,7 @@ struct PackedSoftmax {
       return write_undefined<NV, V>(row.y, 1, span, visible,
                                     [&](int column) { return !bytes || row.mask[column] == 0; });
     T* y_row = row.y;
-    ptx::forget(y_row);
+    ptx::opaque(y_row);
     const F share = ptx::exp2_approx(4 * (held.shift - result.shift)) * ptx::reciprocal_approx(result.sum);
 #pragma unroll
     for (int i = 0; i < NV; ++i) {

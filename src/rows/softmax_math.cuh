@@ -80,7 +80,7 @@ struct Softmax {
     const auto offsets = index(r);
     return row_at(r, offsets.at[0], offsets.at[1]);
   }
-  __device__ Row row_beside(int64_t r, int64_t offset) const { return row_at(r, offset, offset); }
+  __device__ Row row_for_copies(int64_t r, int64_t offset) const { return row_at(r, offset, offset); }
   __device__ Row row_at(int64_t r, int64_t x_offset, int64_t y_offset) const {
     Row row{x + x_offset, y + y_offset, nullptr, x_step, y_step, kLastColumn};
     if constexpr (masked) {
@@ -93,12 +93,12 @@ struct Softmax {
   __device__ Run run_from(int64_t r) const
     requires masked
   {
-    return {r, mask_index.following(r), row_beside(r, 0), mask_index.strides[0][0] * mask_element,
+    return {r, mask_index.following(r), row_for_copies(r, 0), mask_index.strides[0][0] * mask_element,
             causal ? static_cast<int>(mask_index.strides[1][0]) : 0};
   }
   __device__ Row row_in(const Run& run, int64_t r) const {
     const int n = static_cast<int>(r - run.first);
-    if (n >= run.rows) return row_beside(r, 0);
+    if (n >= run.rows) return row_for_copies(r, 0);
     Row row = run.row;
     row.mask += n * run.mask_step;
     row.last += n * run.last_step;

@@ -113,6 +113,16 @@ def test_comments_are_plain_english(path):
     assert not [(line, text) for line, text in found if BANNED.search(text)]
 
 
+# Identifiers of a private language. The right ones: row_in_block, messages, mbarrier, publish, poll, transposed_tile.
+BANNED_NAMES = re.compile(r"\b(beside|row_beside|letters?|mailbox|Glance|Way|launch_early|bring|turn_among_four)\b")
+
+
+@pytest.mark.parametrize("path", files(*CPP), ids=lambda p: str(p.relative_to(ROOT)))
+def test_identifiers_are_terms_of_the_field(path):
+    code = re.sub(r"//[^\n]*", "", path.read_text(encoding="utf-8"))
+    assert not set(BANNED_NAMES.findall(code)), "see the glossary of CONTRIBUTING.md"
+
+
 def literals(path: Path) -> Iterator[str]:
     """The string literals: names of operations, options, errors."""
     text = path.read_text(encoding="utf-8")

@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     few_rows_kernel(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map, T* a,
                     const T* bias, const Shape shape, TeamStart* spare, int slot) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  constexpr bool turned = kTurned<T, b_k_apart>;
+  constexpr bool transposed_tile = kTransposedTile<T, b_k_apart>;
   constexpr int wide = kRowBytes / sizeof(T);  // columns of a box, and K of a stage
   extern __shared__ __align__(1024) unsigned char tiles[];
   // Received from the other block, [four][thread].
@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int group = __shfl_sync(~0u, threadIdx.x / kGroup, 0);
   const int thread = threadIdx.x % kGroup, warp = thread / 32, lane = thread % 32;
   const auto fetch_b = [&](int n, const auto& fetch) {  // fetch(x, y, offset in the tile)
-    if constexpr (turned) {
+    if constexpr (transposed_tile) {
       fetch(column0, n * wide, 0);
       fetch(column0 + wide, n * wide, kBytesB / 2);
     } else if constexpr (b_k_apart) {
@@ -94,22 +94,22 @@ __global__ void __launch_bounds__(kThreads, 2)
   };
   if (threadIdx.x == kProducts) {
     for (int s = 0; s < kDeep; ++s) {
-      ptx::barrier_init(&full[s]);
-      ptx::barrier_init(&empty[s], 2);  // two warpgroups
+      ptx::mbarrier_init(&full[s]);
+      ptx::mbarrier_init(&empty[s], 2);  // two warpgroups
     }
-    ptx::barrier_init(has_read, 2);
-    ptx::barrier_init(free_panel);
-    ptx::barrier_init(received);
-    ptx::barrier_fence();
-    ptx::barrier_expect(received, kSumBytes);
+    ptx::mbarrier_init(has_read, 2);
+    ptx::mbarrier_init(free_panel);
+    ptx::mbarrier_init(received);
+    ptx::fence_mbarrier_init();
+    ptx::mbarrier_arrive_expect_tx(received, kSumBytes);
   }
   if (threadIdx.x == kProducts + 32) {
-    hopper::prefetch(a_map);
-    hopper::prefetch(b_map);
+    hopper::prefetch_tensormap(a_map);
+    hopper::prefetch_tensormap(b_map);
     const int ahead = min(steps, kAhead), panels = gridDim.x / kPair / shape.across;
-    for (int n = first_tile; n < ahead; n += shape.across) hopper::bring(a_map, (first + n) * wide, row0);
+    for (int n = first_tile; n < ahead; n += shape.across) hopper::tma_prefetch_2d(a_map, (first + n) * wide, row0);
     for (int n = panel; n < ahead; n += panels)
-      fetch_b(first + n, [&](int x, int y, int) { hopper::bring(b_map, x, y); });
+      fetch_b(first + n, [&](int x, int y, int) { hopper::tma_prefetch_2d(b_map, x, y); });
   }
   __syncwarp();
   ptx::cluster_arrive_relaxed();
@@ -124,75 +124,76 @@ __global__ void __launch_bounds__(kThreads, 2)
     if (threadIdx.x == kProducts) {  // loading thread
       for (int n = 0; n < steps; ++n, at.advance()) {
         uint64_t* const filled = &full[at.index];
-        if (n >= kDeep || done > 0) ptx::barrier_wait(&empty[at.index], at.turn ^ 1);
-        ptx::barrier_expect(filled, kStageBytes);
-        hopper::load(a_map, a_tile(at.index), filled, (first + n) * wide, row0);
-        fetch_b(first + n, [&](int x, int y, int to) { hopper::load(b_map, b_tile(at.index) + to, filled, x, y); });
+        if (n >= kDeep || done > 0) ptx::mbarrier_wait(&empty[at.index], at.turn ^ 1);
+        ptx::mbarrier_arrive_expect_tx(filled, kStageBytes);
+        hopper::tma_load_2d(a_map, a_tile(at.index), filled, (first + n) * wide, row0);
+        fetch_b(first + n,
+                [&](int x, int y, int to) { hopper::tma_load_2d(b_map, b_tile(at.index) + to, filled, x, y); });
       }
     } else if (threadIdx.x == kProducts + 32 && count && done == 0) {
-      ptx::barrier_wait(has_read, 0);
+      ptx::mbarrier_wait(has_read, 0);
       // No data of others is read from here on, and what has been read does not change: no fence is needed.
       arrive_at_team(own);
       const TeamMode now = wait_for_team_with_scratch(own, team_blocks, first_tile, rank, &scratch_lock);
       if (now == TeamMode::together) leave_team(own, team_blocks);
       *mode = now;
-      ptx::barrier_arrive(free_panel);
+      ptx::mbarrier_arrive(free_panel);
     } else if (threadIdx.x < kProducts) {
       float acc[kColumns / 2];
 #pragma unroll
       for (float& x : acc) x = 0;
-      // Transposed product (kTurned), as in panels_kernel_sm90.cuh: the thread has one column of the result in each of
-      // the groups of four, place(0) and place(1); two warps cover 32 columns.
+      // Transposed product (kTransposedTile), as in panels_kernel_sm90.cuh: the thread has one column of the result in
+      // each of the groups of four, place(0) and place(1); two warps cover 32 columns.
       const auto place = [&](int h) { return 2 * warp % 4 + h ^ lane / 16 * 5; };
       // The columns this thread writes. Transposed: two, i < 2. Otherwise: eight, in this block's half of the tile.
       const auto column_of = [&](int i) {
-        return column0 + (turned ? warp / 2 * 32 + 4 * place(i) + lane / 4 % 4
-                                 : rank * kColumns / 2 + i / 2 * 8 + 2 * (lane % 4) + i % 2);
+        return column0 + (transposed_tile ? warp / 2 * 32 + 4 * place(i) + lane / 4 % 4
+                                          : rank * kColumns / 2 + i / 2 * 8 + 2 * (lane % 4) + i % 2);
       };
-      float beside[8] = {};  // loaded in the background
+      float bias_values[8] = {};  // loaded in the background
       if (bias) {
 #pragma unroll
-        for (int i = 0; i < (turned ? 2 : 8); ++i)
-          if (column_of(i) < shape.columns) beside[i] = static_cast<float>(bias[column_of(i)]);
+        for (int i = 0; i < (transposed_tile ? 2 : 8); ++i)
+          if (column_of(i) < shape.columns) bias_values[i] = static_cast<float>(bias[column_of(i)]);
       }
       int last = 0;  // previous stage
       const auto fragments = [&](uint32_t (&fragment)[4][4]) {
-        ptx::barrier_wait(&full[at.index], at.turn);
-        hopper::fragments_of(fragment, b_tile(at.index) + warp / 2 * 32 * kRowBytes, place(0), place(1), lane);
+        ptx::mbarrier_wait(&full[at.index], at.turn);
+        hopper::load_tf32_fragments(fragment, b_tile(at.index) + warp / 2 * 32 * kRowBytes, place(0), place(1), lane);
       };
       const auto release = [&](int stage) {
-        if (thread == 0) ptx::barrier_arrive(&empty[stage]);
+        if (thread == 0) ptx::mbarrier_arrive(&empty[stage]);
       };
       const auto step = [&](int n, uint32_t (&fragment)[4][4], uint32_t (&next)[4][4]) {
         const int now = at.index;
-        if constexpr (!turned) ptx::barrier_wait(&full[now], at.turn);
+        if constexpr (!transposed_tile) ptx::mbarrier_wait(&full[now], at.turn);
         at.advance();
-        const uint64_t rows = hopper::descriptor(a_tile(now) + group * kBytesA / 2);
-        const uint64_t columns = hopper::descriptor(b_tile(now));
-        hopper::pin(acc);
-        hopper::begin_products();
+        const uint64_t rows = hopper::smem_descriptor(a_tile(now) + group * kBytesA / 2);
+        const uint64_t columns = hopper::smem_descriptor(b_tile(now));
+        hopper::warpgroup_fence_operand(acc);
+        hopper::wgmma_fence();
 #pragma unroll
         for (int part = 0; part < 4; ++part) {  // 32 bytes of K each; descriptor units of 16 bytes
-          if constexpr (turned)
-            hopper::multiply_fragment<float, false>(acc, fragment[part], rows + part * 2, true);
+          if constexpr (transposed_tile)
+            hopper::wgmma_rs<float, false>(acc, fragment[part], rows + part * 2, true);
           else
-            hopper::multiply<T, b_k_apart>(acc, rows + part * 2, columns + part * (b_k_apart ? kRowBytes : 2), true);
+            hopper::wgmma_ss<T, b_k_apart>(acc, rows + part * 2, columns + part * (b_k_apart ? kRowBytes : 2), true);
         }
-        hopper::commit_products();
-        hopper::pin(acc);
-        if constexpr (turned) {
+        hopper::wgmma_commit_group();
+        hopper::warpgroup_fence_operand(acc);
+        if constexpr (transposed_tile) {
           if (n + 1 < steps) fragments(next);
-          hopper::wait_for_products<0>();
-          hopper::pin(acc);
+          hopper::wgmma_wait_group<0>();
+          hopper::warpgroup_fence_operand(acc);
           release(now);
         } else {
-          hopper::wait_for_products<1>();
+          hopper::wgmma_wait_group<1>();
           if (n > 0) release(last);
           last = now;
         }
       };
       uint32_t even[4][4], odd[4][4];  // fragments of b for the step in flight and the next one
-      if constexpr (turned) {
+      if constexpr (transposed_tile) {
         if (steps > 0) fragments(even);
         for (int n = 0; n < steps; n += 2) {
           step(n, even, odd);
@@ -201,10 +202,10 @@ __global__ void __launch_bounds__(kThreads, 2)
       } else {
         for (int n = 0; n < steps; ++n) step(n, even, odd);
       }
-      if (thread == 0) ptx::barrier_arrive(has_read);
-      if constexpr (!turned) {
-        hopper::wait_for_products<0>();
-        hopper::pin(acc);
+      if (thread == 0) ptx::mbarrier_arrive(has_read);
+      if constexpr (!transposed_tile) {
+        hopper::wgmma_wait_group<0>();
+        hopper::warpgroup_fence_operand(acc);
         if (steps > 0) release(last);
       }
 
@@ -217,13 +218,13 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
           for (int i = 0; i < kSums; ++i) mine[i] = part[i];
         } else {
-          const uint32_t there = ptx::address_in(sums + threadIdx.x, to), told = ptx::address_in(received, to);
+          const uint32_t there = ptx::mapa(sums + threadIdx.x, to), told = ptx::mapa(received, to);
 #pragma unroll
           for (int i = 0; i < kSums; i += 4)
-            hopper::send(there + i * kProducts * 4, part[i], part[i + 1], part[i + 2], part[i + 3], told);
+            hopper::st_async(there + i * kProducts * 4, part[i], part[i + 1], part[i + 2], part[i + 3], told);
         }
       }
-      ptx::barrier_wait(received, done % 2);
+      ptx::mbarrier_wait(received, done % 2);
 #pragma unroll
       for (int i = 0; i < kSums; i += 4) {
         const float4 sum = sums[i / 4 * kProducts + threadIdx.x];
@@ -236,7 +237,7 @@ __global__ void __launch_bounds__(kThreads, 2)
           T* out;
           int64_t stride;
         };
-        if (count) ptx::barrier_wait(free_panel, 0);
+        if (count) ptx::mbarrier_wait(free_panel, 0);
         const TeamMode now = count ? *mode : TeamMode::together;
         if (now == TeamMode::alone)
           return Destination{now, reinterpret_cast<T*>(scratch), int64_t{shape.across} * kColumns};
@@ -251,9 +252,9 @@ __global__ void __launch_bounds__(kThreads, 2)
         for (int h = 0; h < 2; ++h) {
 #pragma unroll
           for (int j = 0; j < 4; ++j)
-            words[h][j] =
-                hopper::two<T>(mine[4 * j + 2 * h] + beside[2 * j], mine[4 * j + 2 * h + 1] + beside[2 * j + 1]);
-          hopper::turn_among_four(words[h], lane);
+            words[h][j] = hopper::pack2<T>(mine[4 * j + 2 * h] + bias_values[2 * j],
+                                           mine[4 * j + 2 * h + 1] + bias_values[2 * j + 1]);
+          hopper::transpose_4x4(words[h], lane);
         }
         const auto [now, out, stride] = destination();
         if (now != TeamMode::absent) {
@@ -274,27 +275,27 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
               const float left = mine[4 * j + 2 * h], right = mine[4 * j + 2 * h + 1];
-              if constexpr (turned) {
+              if constexpr (transposed_tile) {
                 const int row = group * 64 + rank * 32 + 8 * j + 2 * (lane % 4), column = column_of(h);
                 T* const to = out + row * stride + column;
-                if (column < shape.columns && row0 + row < shape.rows) *to = left + beside[h];
-                if (column < shape.columns && row0 + row + 1 < shape.rows) to[stride] = right + beside[h];
+                if (column < shape.columns && row0 + row < shape.rows) *to = left + bias_values[h];
+                if (column < shape.columns && row0 + row + 1 < shape.rows) to[stride] = right + bias_values[h];
               } else {
                 const int row = group * 64 + warp * 16 + lane / 4 + 8 * h, column = column_of(2 * j);
                 if (row0 + row < shape.rows && column < shape.columns)
-                  *reinterpret_cast<float2*>(out + row * stride + column) = {left + beside[2 * j],
-                                                                             right + beside[2 * j + 1]};
+                  *reinterpret_cast<float2*>(out + row * stride + column) = {left + bias_values[2 * j],
+                                                                             right + bias_values[2 * j + 1]};
               }
             }
         }
       }
     }
     if (!count) return;
-    ptx::barrier_wait(free_panel, 0);
+    ptx::mbarrier_wait(free_panel, 0);
     if (*mode != TeamMode::alone) break;
     if (threadIdx.x == kProducts) {  // the other block may send again
-      ptx::barrier_wait(received, done % 2);
-      ptx::barrier_expect(received, kSumBytes);
+      ptx::mbarrier_wait(received, done % 2);
+      ptx::mbarrier_arrive_expect_tx(received, kSumBytes);
     }
     __syncwarp();
     ptx::cluster_arrive();

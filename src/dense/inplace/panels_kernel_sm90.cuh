@@ -67,12 +67,13 @@ __device__ unsigned scratch_lock;
 
 template <class T, class Tile, bool b_k_apart>
 __global__ void __launch_bounds__(Tile::threads, 1)
-    inplace_mm_kernel(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map,
-                      const __grid_constant__ CUtensorMap out_map, const T* bias, const Shape shape,
-                      TeamCounters* spare, int slot) {
+    panels_kernel(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map,
+                  const __grid_constant__ CUtensorMap out_map, const T* bias, const Shape shape, TeamCounters* spare,
+                  int slot) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  constexpr bool turned = kTurned<T, b_k_apart>;
-  constexpr int a_bytes = turned ? Tile::b_bytes : Tile::a_bytes, b_bytes = turned ? Tile::a_bytes : Tile::b_bytes;
+  constexpr bool transposed_tile = kTransposedTile<T, b_k_apart>;
+  constexpr int a_bytes = transposed_tile ? Tile::b_bytes : Tile::a_bytes,
+                b_bytes = transposed_tile ? Tile::a_bytes : Tile::b_bytes;
   constexpr int high = kPair * Tile::rows / Tile::parts;  // rows of a part of a transposed tile
   extern __shared__ __align__(1024) unsigned char tiles[];
   unsigned char* const outs = tiles + Tile::stages * (Tile::a_bytes + Tile::b_bytes);
@@ -92,7 +93,7 @@ __global__ void __launch_bounds__(Tile::threads, 1)
 
   // A team of one cluster owns its panels, one per block, and needs no counter, unless both blocks read the same rows
   // (transposed).
-  const bool meet = turned || shape.across > 1;
+  const bool meet = transposed_tile || shape.across > 1;
   const unsigned rank = ptx::cluster_rank();
   const int cluster = blockIdx.x / kPair, teams = gridDim.x / kPair / shape.across;
   const int team = cluster / shape.across;
@@ -100,7 +101,7 @@ __global__ void __launch_bounds__(Tile::threads, 1)
   const auto column_of = [&](int i) {
     const int tile = cluster % shape.across + i;
     return (tile < shape.across ? tile : tile - shape.across) * Tile::columns +
-           (turned ? static_cast<int>(rank) * Tile::columns / kPair : 0);
+           (transposed_tile ? static_cast<int>(rank) * Tile::columns / kPair : 0);
   };
   const int group = threadIdx.x / kGroup, thread = threadIdx.x % kGroup;
   TeamCounters* const own = (spare ? spare : counters[slot]) + team;
@@ -108,26 +109,26 @@ __global__ void __launch_bounds__(Tile::threads, 1)
   const unsigned team_blocks = kPair * shape.across;
   const auto wait_for_mode = [&] {
     if (!meet) return TeamMode::together;
-    ptx::barrier_wait(decided, 0);
+    ptx::mbarrier_wait(decided, 0);
     return *mode;
   };
   if (threadIdx.x == 0) {
-    hopper::prefetch(a_map);
-    hopper::prefetch(b_map);
-    hopper::prefetch(out_map);
+    hopper::prefetch_tensormap(a_map);
+    hopper::prefetch_tensormap(b_map);
+    hopper::prefetch_tensormap(out_map);
     for (int s = 0; s < Tile::stages; ++s) {
-      ptx::barrier_init(&full[s]);
-      ptx::barrier_init(&empty[s], kPair * Tile::groups);
+      ptx::mbarrier_init(&full[s]);
+      ptx::mbarrier_init(&empty[s], kPair * Tile::groups);
     }
     for (int i = 0; i < 2 * Tile::groups; ++i) {
-      ptx::barrier_init(&staged[i], kGroup / 32);
-      ptx::barrier_init(&unstaged[i]);
+      ptx::mbarrier_init(&staged[i], kGroup / 32);
+      ptx::mbarrier_init(&unstaged[i]);
     }
-    ptx::barrier_init(&received[0]);
-    ptx::barrier_init(&received[1]);
-    ptx::barrier_init(decided);
-    ptx::barrier_init(copied);
-    ptx::barrier_fence();
+    ptx::mbarrier_init(&received[0]);
+    ptx::mbarrier_init(&received[1]);
+    ptx::mbarrier_init(decided);
+    ptx::mbarrier_init(copied);
+    ptx::fence_mbarrier_init();
   }
   __syncwarp();
   ptx::cluster_arrive_relaxed();
@@ -141,35 +142,35 @@ __global__ void __launch_bounds__(Tile::threads, 1)
     if (thread == 0) {  // loading thread
       unsigned n = 0;
       const auto load_tile = [&](int pair, int column0) {
-        const int row = (kPair * pair + (turned ? 0 : rank)) * Tile::rows;
+        const int row = (kPair * pair + (transposed_tile ? 0 : rank)) * Tile::rows;
         for (int k = 0; k < shape.steps; ++k, ++n) {
           const int stage = n % Tile::stages;
           // Both blocks must have read this stage: half of b goes to both.
-          ptx::barrier_wait(&empty[stage], n / Tile::stages % 2 ^ 1);
-          ptx::barrier_expect(&full[stage], a_bytes + b_bytes);
+          ptx::mbarrier_wait(&empty[stage], n / Tile::stages % 2 ^ 1);
+          ptx::mbarrier_arrive_expect_tx(&full[stage], a_bytes + b_bytes);
           constexpr uint16_t both = (1 << kPair) - 1;
-          if constexpr (turned) {
-            hopper::load_for(both, a_map, a_tile(stage) + rank * Tile::a_bytes, &full[stage], k * Tile::wide,
-                             row + rank * Tile::rows);
+          if constexpr (transposed_tile) {
+            hopper::tma_load_2d_multicast(both, a_map, a_tile(stage) + rank * Tile::a_bytes, &full[stage],
+                                          k * Tile::wide, row + rank * Tile::rows);
 #pragma unroll
             for (int c = 0; c < Tile::columns / kPair; c += Tile::wide)
-              hopper::load(b_map, b_tile(stage) + c * kRowBytes, &full[stage], column0 + c, k * Tile::wide);
+              hopper::tma_load_2d(b_map, b_tile(stage) + c * kRowBytes, &full[stage], column0 + c, k * Tile::wide);
             continue;
           }
-          hopper::load(a_map, a_tile(stage), &full[stage], k * Tile::wide, row);
+          hopper::tma_load_2d(a_map, a_tile(stage), &full[stage], k * Tile::wide, row);
           if constexpr (b_k_apart) {
             constexpr int chunks = (Tile::parts + kPair - 1) / kPair;  // the second block may have one chunk less
 #pragma unroll
             for (int i = 0; i < chunks; ++i) {
               const int c = rank * chunks + i;
               if (Tile::parts % kPair && c == Tile::parts) break;
-              hopper::load_for(both, b_map, b_tile(stage) + c * Tile::wide * kRowBytes, &full[stage],
-                               column0 + c * Tile::wide, k * Tile::wide);
+              hopper::tma_load_2d_multicast(both, b_map, b_tile(stage) + c * Tile::wide * kRowBytes, &full[stage],
+                                            column0 + c * Tile::wide, k * Tile::wide);
             }
           } else {
             constexpr int half = Tile::columns / kPair;
-            hopper::load_for(both, b_map, b_tile(stage) + rank * half * kRowBytes, &full[stage], k * Tile::wide,
-                             column0 + rank * half);
+            hopper::tma_load_2d_multicast(both, b_map, b_tile(stage) + rank * half * kRowBytes, &full[stage],
+                                          k * Tile::wide, column0 + rank * half);
           }
         }
       };
@@ -183,31 +184,31 @@ __global__ void __launch_bounds__(Tile::threads, 1)
     } else if (thread == 96 && meet) {
       arrive_at_team(&own->start);
       *mode = wait_for_team_with_scratch(&own->start, team_blocks, cluster % shape.across, rank, &scratch_lock);
-      ptx::barrier_arrive(decided);
+      ptx::mbarrier_arrive(decided);
     } else if (thread == 64 && meet) {  // counting thread: the others proceed during its fence
       unsigned turn = 0;
       if (wait_for_mode() == TeamMode::together)
         for (int pair = team; pair < shape.pairs; pair += teams, ++turn) {
-          ptx::barrier_wait(&received[turn % 2], turn / 2 % 2);
+          ptx::mbarrier_wait(&received[turn % 2], turn / 2 % 2);
           ptx::add_release(counter + turn % 2, 1);
         }
     } else if (thread == 32) {  // storing thread
       const TeamMode now = wait_for_mode();
       unsigned use = 0, turn = 0;  // use: phase of the staging buffers
       const auto leave = [&](int buffer) {
-        for (int g = 0; g < Tile::groups; ++g) ptx::barrier_arrive(&unstaged[buffer * Tile::groups + g]);
+        for (int g = 0; g < Tile::groups; ++g) ptx::mbarrier_arrive(&unstaged[buffer * Tile::groups + g]);
       };
       const auto wait_for_staged = [&](int part, int g) {
-        ptx::barrier_wait(&staged[part % 2 * Tile::groups + g], Tile::phase(use, part));
+        ptx::mbarrier_wait(&staged[part % 2 * Tile::groups + g], Tile::phase(use, part));
       };
       // Stores what a buffer holds, a part of the tile from `column0` on, to a.
       const auto store_part = [&](int pair, int column0, int part, int g, int buffer) {
-        const int row = (kPair * pair + (turned ? 0 : rank)) * Tile::rows;
-        for (int box = 0; box < (turned ? 2 : 1); ++box) {
-          const int x = column0 + (turned ? 2 * g + box : part) * Tile::wide;
-          const int y = row + (turned ? part * high : g * 64);
+        const int row = (kPair * pair + (transposed_tile ? 0 : rank)) * Tile::rows;
+        for (int box = 0; box < (transposed_tile ? 2 : 1); ++box) {
+          const int x = column0 + (transposed_tile ? 2 * g + box : part) * Tile::wide;
+          const int y = row + (transposed_tile ? part * high : g * 64);
           if (x < shape.columns && y < shape.rows)
-            hopper::store(out_map, out_part(buffer, g) + box * high * kRowBytes, x, y);
+            hopper::tma_store_2d(out_map, out_part(buffer, g) + box * high * kRowBytes, x, y);
         }
       };
       if (now == TeamMode::together) {
@@ -218,20 +219,20 @@ __global__ void __launch_bounds__(Tile::threads, 1)
               wait_for_staged(part, g);
               if (part == 0 && g == 0 && meet) {
                 while (ptx::load_acquire(counter + turn % 2) < (turn / 2 + 1) * team_blocks) __nanosleep(20);
-                hopper::order_copies();
+                hopper::fence_proxy_async();
               }
               store_part(pair, column0, part, g, part % 2);
             }
-            hopper::commit_stores();
+            hopper::bulk_commit_group();
             if (part % 2 == 1) {
-              hopper::wait_for_stores<1>();
+              hopper::bulk_wait_group_read<1>();
               leave(0);
-              hopper::wait_for_stores<0>();
+              hopper::bulk_wait_group_read<0>();
               leave(1);
             }
           }
           if constexpr (Tile::parts % 2) {  // the last part is alone
-            hopper::wait_for_stores<0>();
+            hopper::bulk_wait_group_read<0>();
             leave(0);
           }
           use += Tile::parts / 2;
@@ -249,14 +250,14 @@ __global__ void __launch_bounds__(Tile::threads, 1)
         unsigned tile = 0, copies = 0;
         for (int pair = team; pair < shape.pairs; pair += teams, ++turn) {
           for (int i = 0; i < shape.across; ++i, ++tile) {
-            ptx::barrier_wait(&received[tile % 2], tile / 2 % 2);
+            ptx::mbarrier_wait(&received[tile % 2], tile / 2 % 2);
             for (int part = 0; part < Tile::parts; ++part) {
               for (int g = 0; g < Tile::groups; ++g) {
                 wait_for_staged(part, g);
-                hopper::store_bytes(scratch_of(i, part, g), out_part(part % 2, g), Tile::part_bytes);
+                hopper::bulk_store(scratch_of(i, part, g), out_part(part % 2, g), Tile::part_bytes);
               }
-              hopper::commit_stores();
-              hopper::wait_for_stores<0>();
+              hopper::bulk_commit_group();
+              hopper::bulk_wait_group_read<0>();
               if (i + 1 < shape.across || part + 1 < Tile::parts) leave(part % 2);
             }
             use += Tile::parts / 2;
@@ -264,21 +265,21 @@ __global__ void __launch_bounds__(Tile::threads, 1)
           // Both blocks have read the pair's rows.
           ptx::add_release(counter + turn % 2, 1);
           while (ptx::load_acquire(counter + turn % 2) < (turn / 2 + 1) * kPair) __nanosleep(20);
-          hopper::wait_for_writes();
-          hopper::order_copies();
+          hopper::bulk_wait_group_all();
+          hopper::fence_proxy_async();
           for (int i = 0; i < shape.across; ++i)
             for (int part = 0; part < Tile::parts; ++part)
               for (int g = 0; g < Tile::groups; ++g) {
-                ptx::barrier_expect(copied, Tile::part_bytes);
-                hopper::load_bytes(scratch_of(i, part, g), out_part(last, g), copied, Tile::part_bytes);
-                ptx::barrier_wait(copied, copies++ % 2);
+                ptx::mbarrier_arrive_expect_tx(copied, Tile::part_bytes);
+                hopper::bulk_load(scratch_of(i, part, g), out_part(last, g), copied, Tile::part_bytes);
+                ptx::mbarrier_wait(copied, copies++ % 2);
                 store_part(pair, column_of(i), part, g, last);
-                hopper::commit_stores();
-                hopper::wait_for_stores<0>();
+                hopper::bulk_commit_group();
+                hopper::bulk_wait_group_read<0>();
               }
           leave(last);
         }
-        hopper::wait_for_writes();
+        hopper::bulk_wait_group_all();
       }
       if (now != TeamMode::together && leave_closed_team(&own->start, team_blocks)) counter[0] = counter[1] = 0;
     }
@@ -297,7 +298,7 @@ __global__ void __launch_bounds__(Tile::threads, 1)
     uint32_t held[narrow ? Tile::columns / 4 : 1];
     unsigned n = 0, use = 0, turn = 0;
     const auto release = [&](int stage) {  // one thread per block of the cluster
-      if (thread < kPair) hopper::arrive_at(&empty[stage], thread);
+      if (thread < kPair) hopper::mbarrier_arrive_remote(&empty[stage], thread);
     };
     const auto with_bias = [&](int j) -> float4 {  // eight columns from 8 j: two columns in each of two rows
       const float* const four = acc + 4 * j;
@@ -311,26 +312,27 @@ __global__ void __launch_bounds__(Tile::threads, 1)
     const auto place = [&](int h) { return 2 * warp % 4 + h ^ lane / 16 * 5; };
     const auto fragments = [&](uint32_t (&fragment)[4][4], unsigned n) {
       const int at = n % Tile::stages;
-      ptx::barrier_wait(&full[at], n / Tile::stages % 2);
-      hopper::fragments_of(fragment, b_tile(at) + (2 * group + warp / 2) * 32 * kRowBytes, place(0), place(1), lane);
+      ptx::mbarrier_wait(&full[at], n / Tile::stages % 2);
+      hopper::load_tf32_fragments(fragment, b_tile(at) + (2 * group + warp / 2) * 32 * kRowBytes, place(0), place(1),
+                                  lane);
     };
     // Swizzled, so that the 8 rows that a warp writes at once are in different banks.
     const auto stage = [&](auto first) {  // stages two parts, or the last one alone
 #pragma unroll
       for (int buffer = 0; buffer < std::min(2, Tile::parts - first); ++buffer) {
         const int part = first + buffer;
-        ptx::barrier_wait(&unstaged[buffer * Tile::groups + group], Tile::phase(use, part) ^ 1);
+        ptx::mbarrier_wait(&unstaged[buffer * Tile::groups + group], Tile::phase(use, part) ^ 1);
         unsigned char* const out = out_part(buffer, group);
-        if constexpr (turned) {
+        if constexpr (transposed_tile) {
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
             const int x = lane / 4 % 4;  // one of four columns
-            const float beside = bias ? biases[64 * group + warp / 2 * 32 + 4 * place(h) + x] : 0;
+            const float bias_value = bias ? biases[64 * group + warp / 2 * 32 + 4 * place(h) + x] : 0;
 #pragma unroll
             for (int i = 0; i < high / 4; ++i) {
               const int y = i / 2 * 8 + 2 * (lane % 4) + i % 2;
               *reinterpret_cast<float*>(out + (warp / 2 * high + y) * kRowBytes + (place(h) ^ y % 8) * 16 + 4 * x) =
-                  acc[part * high / 2 + i / 2 * 4 + 2 * h + i % 2] + beside;
+                  acc[part * high / 2 + i / 2 * 4 + 2 * h + i % 2] + bias_value;
             }
           }
         } else {
@@ -340,8 +342,8 @@ __global__ void __launch_bounds__(Tile::threads, 1)
             if constexpr (narrow) {
               if (j % 2 == 0) {  // 16 rows of 16 columns: each lane passes the address of 8 columns of a row
                 const uint32_t* const four = held + 2 * (part * eights + j);
-                hopper::store_matrices(out + (warp * 16 + lane % 16) * kRowBytes + ((j + lane / 16) ^ lane % 8) * 16,
-                                       four[0], four[1], four[2], four[3]);
+                hopper::stmatrix_x4(out + (warp * 16 + lane % 16) * kRowBytes + ((j + lane / 16) ^ lane % 8) * 16,
+                                    four[0], four[1], four[2], four[3]);
               }
             } else {
               const auto [a, b, c, d] = with_bias(part * eights + j);
@@ -352,9 +354,9 @@ __global__ void __launch_bounds__(Tile::threads, 1)
             }
           }
         }
-        hopper::publish();
+        hopper::fence_proxy_async_shared();
         __syncwarp();
-        if (lane == 0) ptx::barrier_arrive(&staged[buffer * Tile::groups + group]);
+        if (lane == 0) ptx::mbarrier_arrive(&staged[buffer * Tile::groups + group]);
       }
     };
     using Zero = std::integral_constant<int, 0>;
@@ -369,25 +371,25 @@ __global__ void __launch_bounds__(Tile::threads, 1)
     for (; turn < tiles; ++turn) {
       const auto step = [&](int k, uint32_t (&fragment)[4][4], uint32_t (&next)[4][4]) {
         const int at = n % Tile::stages;
-        if constexpr (!turned) ptx::barrier_wait(&full[at], n / Tile::stages % 2);
-        hopper::pin(acc);
-        hopper::begin_products();
+        if constexpr (!transposed_tile) ptx::mbarrier_wait(&full[at], n / Tile::stages % 2);
+        hopper::warpgroup_fence_operand(acc);
+        hopper::wgmma_fence();
 #pragma unroll
         for (int part = 0; part < 4; ++part) {  // 32 bytes of K each
           const unsigned char* const rows = a_tile(at) + group * 64 * kRowBytes;
-          if constexpr (turned)
-            hopper::multiply_fragment<float, false>(acc, fragment[part], hopper::descriptor(a_tile(at) + part * 32),
-                                                    k > 0 || part > 0);
+          if constexpr (transposed_tile)
+            hopper::wgmma_rs<float, false>(acc, fragment[part], hopper::smem_descriptor(a_tile(at) + part * 32),
+                                           k > 0 || part > 0);
           else if constexpr (b_k_apart)
-            hopper::multiply<T, true>(acc, hopper::descriptor(rows + part * 32),
-                                      hopper::descriptor(b_tile(at) + part * 16 * kRowBytes, Tile::wide * kRowBytes),
-                                      k > 0 || part > 0);
+            hopper::wgmma_ss<T, true>(
+                acc, hopper::smem_descriptor(rows + part * 32),
+                hopper::smem_descriptor(b_tile(at) + part * 16 * kRowBytes, Tile::wide * kRowBytes), k > 0 || part > 0);
           else
-            hopper::multiply<T, false>(acc, hopper::descriptor(rows + part * 32),
-                                       hopper::descriptor(b_tile(at) + part * 32), k > 0 || part > 0);
+            hopper::wgmma_ss<T, false>(acc, hopper::smem_descriptor(rows + part * 32),
+                                       hopper::smem_descriptor(b_tile(at) + part * 32), k > 0 || part > 0);
         }
-        hopper::commit_products();
-        if (k + 1 == shape.steps && threadIdx.x == 0) ptx::barrier_arrive(&received[turn % 2]);
+        hopper::wgmma_commit_group();
+        if (k + 1 == shape.steps && threadIdx.x == 0) ptx::mbarrier_arrive(&received[turn % 2]);
         if (narrow && turn > 0) {
           if (k == 0) stage(Zero());
           if constexpr (Tile::parts > 2) {
@@ -395,20 +397,20 @@ __global__ void __launch_bounds__(Tile::threads, 1)
           }
           if (k == late) use += Tile::parts / 2;
         }
-        hopper::pin(acc);
-        if constexpr (turned) {  // the other warpgroup's products run meanwhile
+        hopper::warpgroup_fence_operand(acc);
+        if constexpr (transposed_tile) {  // the other warpgroup's products run meanwhile
           if (k + 1 < shape.steps) fragments(next, n + 1);
-          hopper::wait_for_products<0>();
-          hopper::pin(acc);
+          hopper::wgmma_wait_group<0>();
+          hopper::warpgroup_fence_operand(acc);
           release(at);
         } else {
-          hopper::wait_for_products<1>();
+          hopper::wgmma_wait_group<1>();
           if (k > 0) release((n - 1) % Tile::stages);
         }
         ++n;
       };
       uint32_t even[4][4], odd[4][4];  // fragments of b for the step in flight and the next one
-      if constexpr (turned) {
+      if constexpr (transposed_tile) {
         fragments(even, n);
         for (int k = 0; k < shape.steps; k += 2) {
           step(k, even, odd);
@@ -416,8 +418,8 @@ __global__ void __launch_bounds__(Tile::threads, 1)
         }
       } else {
         for (int k = 0; k < shape.steps; ++k) step(k, even, odd);
-        hopper::wait_for_products<0>();
-        hopper::pin(acc);
+        hopper::wgmma_wait_group<0>();
+        hopper::warpgroup_fence_operand(acc);
         release((n - 1) % Tile::stages);
       }
       if (turn == 0) {
@@ -428,16 +430,16 @@ __global__ void __launch_bounds__(Tile::threads, 1)
       if (bias && (turn == 0 || now == TeamMode::alone)) {
         if (turn > 0) {
           own_bias = bias_of(column_of(static_cast<int>(turn % shape.across)));
-          hopper::sync(1, Tile::groups * kGroup);  // the biases of the previous tile have been read
+          hopper::named_barrier_sync(1, Tile::groups * kGroup);  // the biases of the previous tile have been read
         }
         if (threadIdx.x < Tile::columns) biases[threadIdx.x] = own_bias;
-        hopper::sync(1, Tile::groups * kGroup);
+        hopper::named_barrier_sync(1, Tile::groups * kGroup);
       }
       if constexpr (narrow) {
 #pragma unroll
         for (int j = 0; j < Tile::columns / 8; ++j) {
           const auto [a, b, c, d] = with_bias(j);
-          held[2 * j] = hopper::two<T>(a, b), held[2 * j + 1] = hopper::two<T>(c, d);
+          held[2 * j] = hopper::pack2<T>(a, b), held[2 * j + 1] = hopper::pack2<T>(c, d);
         }
       } else {
         stage_all(Halves());

@@ -15,17 +15,18 @@ using namespace in_place;
 // ----------------------------------------------------------------------------------------------------------- launch
 
 template <class T, class Tile, bool b_k_apart>
-struct Way : Walk {
-  static constexpr auto kernel = inplace_mm_kernel<T, Tile, b_k_apart>;
+struct PanelsTile : Walk {
+  static constexpr auto kernel = panels_kernel<T, Tile, b_k_apart>;
   static constexpr TileSize size{Tile::rows, Tile::columns};
 
   static int clusters() { return clusters_at_once<kernel, Tile::threads, Tile::shared>(kPair); }
 
-  explicit Way(const Operands& o) : Walk(o.a.size(0), o.columns, size, clusters(), kTurned<T, b_k_apart>) {
+  explicit PanelsTile(const Operands& o)
+      : Walk(o.a.size(0), o.columns, size, clusters(), kTransposedTile<T, b_k_apart>) {
     if (Tile::scratch(across) > kScratchBytes) waves = 0;
   }
 
-  bool meets() const { return kTurned<T, b_k_apart> || across > 1; }
+  bool needs_counter() const { return kTransposedTile<T, b_k_apart> || across > 1; }
   double cycles(const Operands& o) const { return waves * size.cycles(up(o.a.size(1), Tile::wide)); }
 
   void launch(const Operands& o) const {
@@ -36,10 +37,10 @@ struct Way : Walk {
     const CUtensorMap b_map =
         b_k_apart ? map_of<T>(o.b.const_data_ptr<T>(), inner, o.columns, o.b.stride(0), Tile::wide)
                   : map_of<T>(o.b.const_data_ptr<T>(), o.columns, inner, o.b.stride(0), Tile::columns / kPair);
-    const CUtensorMap out_map =
-        map_of<T>(data, rows, o.columns, o.a.stride(0), kTurned<T, b_k_apart> ? kPair * Tile::rows / Tile::parts : 64);
+    const CUtensorMap out_map = map_of<T>(data, rows, o.columns, o.a.stride(0),
+                                          kTransposedTile<T, b_k_apart> ? kPair * Tile::rows / Tile::parts : 64);
     std::optional<Counters> counters;
-    if (meets()) counters.emplace(o.a);
+    if (needs_counter()) counters.emplace(o.a);
     Launch launch(across * teams() * kPair, Tile::threads, Tile::shared);
     start(launch, kPair, kernel, a_map, b_map, out_map, o.bias.defined() ? o.bias.const_data_ptr<T>() : nullptr, shape,
           counters ? counters->own<TeamCounters>() : nullptr, counters ? counters->slot.value_or(0) : 0);
@@ -68,21 +69,21 @@ InplaceChoice choose(const Operands& o) {
   if (is_on(InplaceKernel::few_rows) && few_rows_fit<T, b_k_apart>(o))
     return {InplaceKernel::few_rows, "the result's tiles fit into one wave", kFewRows, kFewColumns};
   constexpr InplaceChoice other{InplaceKernel::workspace, "the tiles would leave part of the GPU idle"};
-  const Way<T, Large<T>, b_k_apart> large(o);
+  const PanelsTile<T, Large<T>, b_k_apart> large(o);
   if (!is_on(InplaceKernel::panels) || large.clusters() == 0) return other;
   InplaceChoice choice = other;
   double least = std::numeric_limits<double>::infinity();
-  const auto consider = [&]<class Tile>(const Way<T, Tile, b_k_apart>& way) {
+  const auto consider = [&]<class Tile>(const PanelsTile<T, Tile, b_k_apart>& way) {
     if (way.waves == 0 || way.cycles(o) >= least) return;
     least = way.cycles(o);
     choice = {InplaceKernel::panels, "estimated faster than other tiles and than panels through a workspace",
               Tile::rows, Tile::columns};
   };
   consider(large);
-  if constexpr (!kTurned<T, b_k_apart>) {
-    consider(Way<T, Middle<T>, b_k_apart>(o));
-    consider(Way<T, Narrow<T>, b_k_apart>(o));
-    consider(Way<T, Small<T>, b_k_apart>(o));
+  if constexpr (!kTransposedTile<T, b_k_apart>) {
+    consider(PanelsTile<T, Middle<T>, b_k_apart>(o));
+    consider(PanelsTile<T, Narrow<T>, b_k_apart>(o));
+    consider(PanelsTile<T, Small<T>, b_k_apart>(o));
   }
   const double copied = workspace_cycles(o.a.size(0), o.columns, up(o.a.size(1), Large<T>::wide), large.size,
                                          large.clusters(), kPanels<T>);
@@ -96,12 +97,12 @@ void launch(const Operands& o, const InplaceChoice& c) {
   const auto is = [&]<class Tile>(std::type_identity<Tile>) {
     return c.tile_rows == Tile::rows && c.tile_columns == Tile::columns;
   };
-  if constexpr (!kTurned<T, b_k_apart>) {
-    if (is(std::type_identity<Middle<T>>())) return Way<T, Middle<T>, b_k_apart>(o).launch(o);
-    if (is(std::type_identity<Narrow<T>>())) return Way<T, Narrow<T>, b_k_apart>(o).launch(o);
-    if (is(std::type_identity<Small<T>>())) return Way<T, Small<T>, b_k_apart>(o).launch(o);
+  if constexpr (!kTransposedTile<T, b_k_apart>) {
+    if (is(std::type_identity<Middle<T>>())) return PanelsTile<T, Middle<T>, b_k_apart>(o).launch(o);
+    if (is(std::type_identity<Narrow<T>>())) return PanelsTile<T, Narrow<T>, b_k_apart>(o).launch(o);
+    if (is(std::type_identity<Small<T>>())) return PanelsTile<T, Small<T>, b_k_apart>(o).launch(o);
   }
-  Way<T, Large<T>, b_k_apart>(o).launch(o);
+  PanelsTile<T, Large<T>, b_k_apart>(o).launch(o);
 }
 
 // True if TMA can address the matrix: contiguous rows that all start on 16 bytes.

@@ -61,14 +61,14 @@ struct Counters {
 template <class Kernel, class... Arguments>
 void start(Launch& launch, int blocks_of_a_cluster, Kernel kernel, const Arguments&... arguments) {
   launch.in_clusters(blocks_of_a_cluster);
-  launch.early();
+  launch.programmatic();
   launch(kernel, arguments...);
 }
 
 // TF32 wgmma reads an MN-major operand only from registers, and only as the left one. For such a b the tile is computed
 // transposed: b's columns by a's rows.
 template <class T, bool b_k_apart>
-constexpr bool kTurned = sizeof(T) == 4 && b_k_apart;
+constexpr bool kTransposedTile = sizeof(T) == 4 && b_k_apart;
 
 // The product of few rows (few_rows_sm90.cu), in tiles of kFewRows x kFewColumns results per block.
 constexpr int kFewRows = 128, kFewColumns = 64;

@@ -112,10 +112,10 @@ __device__ inline void load_tiles(const CUtensorMap& x_map, const CUtensorMap& w
     uint64_t* const filled = &full[stage.index];
     unsigned char* const tile = tiles + stage.index * Tile::stage_bytes;
     const int k = (at.first + n) * kWide;
-    if (n >= Tile::stages) ptx::barrier_wait(&empty[stage.index], stage.turn ^ 1);
-    ptx::barrier_expect(filled, Tile::stage_bytes);
-    hopper::load(x_map, tile, filled, k, at.row0);
-    hopper::load(w_map, tile + Tile::x_bytes, filled, k, at.column0);
+    if (n >= Tile::stages) ptx::mbarrier_wait(&empty[stage.index], stage.turn ^ 1);
+    ptx::mbarrier_arrive_expect_tx(filled, Tile::stage_bytes);
+    hopper::tma_load_2d(x_map, tile, filled, k, at.row0);
+    hopper::tma_load_2d(w_map, tile + Tile::x_bytes, filled, k, at.column0);
   }
 }
 
@@ -131,24 +131,24 @@ __device__ inline void multiply_tiles(float (&acc)[Tile::columns / 2], const uns
   int last = 0;  // the previous stage
   for (int n = 0; n < at.steps; ++n) {
     const int now = stage.index;
-    ptx::barrier_wait(&full[now], stage.turn);
+    ptx::mbarrier_wait(&full[now], stage.turn);
     stage.advance();
     const unsigned char* const tile = tiles + now * Tile::stage_bytes;
-    const uint64_t rows = hopper::descriptor(tile + group * 64 * kRowBytes);
-    const uint64_t columns = hopper::descriptor(tile + Tile::x_bytes);
-    hopper::pin(acc);
-    hopper::begin_products();
+    const uint64_t rows = hopper::smem_descriptor(tile + group * 64 * kRowBytes);
+    const uint64_t columns = hopper::smem_descriptor(tile + Tile::x_bytes);
+    hopper::warpgroup_fence_operand(acc);
+    hopper::wgmma_fence();
 #pragma unroll
     for (int part = 0; part < 4; ++part)  // 32 bytes of K each; descriptor units of 16 bytes
-      hopper::multiply<T, false>(acc, rows + part * 2, columns + part * 2, true);
-    hopper::commit_products();
-    hopper::pin(acc);
-    hopper::wait_for_products<1>();
-    if (n > 0 && thread == 0) ptx::barrier_arrive(&empty[last]);
+      hopper::wgmma_ss<T, false>(acc, rows + part * 2, columns + part * 2, true);
+    hopper::wgmma_commit_group();
+    hopper::warpgroup_fence_operand(acc);
+    hopper::wgmma_wait_group<1>();
+    if (n > 0 && thread == 0) ptx::mbarrier_arrive(&empty[last]);
     last = now;
   }
-  hopper::wait_for_products<0>();
-  hopper::pin(acc);
+  hopper::wgmma_wait_group<0>();
+  hopper::warpgroup_fence_operand(acc);
 }
 
 // Sends the units of other parts to their owners and adds what these send. All blocks of the cluster have multiplied.
@@ -161,15 +161,15 @@ __device__ inline void exchange(float (&acc)[Tile::columns / 2], unsigned char* 
   };
   each_unit<Tile>(at.own, [&](int unit, int owner, int which) {
     if (owner == at.part) return;
-    const uint32_t there = ptx::address_in(place(at.part - (at.part > owner), which), owner);
-    const uint32_t told = ptx::address_in(received, owner);
+    const uint32_t there = ptx::mapa(place(at.part - (at.part > owner), which), owner);
+    const uint32_t told = ptx::mapa(received, owner);
 #pragma unroll
     for (int i = 0; i < 8; i += 4)
-      hopper::send(there + i / 4 * Tile::products * 16, acc[sum_of(unit, i)], acc[sum_of(unit, i + 1)],
-                   acc[sum_of(unit, i + 2)], acc[sum_of(unit, i + 3)], told);
+      hopper::st_async(there + i / 4 * Tile::products * 16, acc[sum_of(unit, i)], acc[sum_of(unit, i + 1)],
+                       acc[sum_of(unit, i + 2)], acc[sum_of(unit, i + 3)], told);
   });
   if (at.part * at.own >= Tile::units) return;
-  ptx::barrier_wait(received, 0);
+  ptx::mbarrier_wait(received, 0);
   each_unit<Tile>(at.own, [&](int unit, int owner, int which) {
     if (owner != at.part) return;
     for (int sender = 0; sender < at.parts - 1; ++sender)
@@ -209,21 +209,21 @@ __global__ void __launch_bounds__(Tile::threads, kResident)
 
   if (threadIdx.x == kLoads) {
     for (int s = 0; s < Tile::stages; ++s) {
-      ptx::barrier_init(&full[s]);
-      ptx::barrier_init(&empty[s], Tile::products / kGroup);
+      ptx::mbarrier_init(&full[s]);
+      ptx::mbarrier_init(&empty[s], Tile::products / kGroup);
     }
-    ptx::barrier_init(has_bias, 32);
-    ptx::barrier_init(received);
-    ptx::barrier_fence();
+    ptx::mbarrier_init(has_bias, 32);
+    ptx::mbarrier_init(received);
+    ptx::fence_mbarrier_init();
   }
   if (threadIdx.x == kPrefetches) {
-    hopper::prefetch(x_map);
-    hopper::prefetch(w_map);
+    hopper::prefetch_tensormap(x_map);
+    hopper::prefetch_tensormap(w_map);
     // The clusters with the same columns of w share its K steps.
     const int cluster = blockIdx.x / shape.parts, column0 = cluster % shape.across * Tile::columns;
     const int sharers = shape.down * shape.parts, end = min(shape.steps, kAhead * sharers);
     for (int n = cluster / shape.across * shape.parts + ptx::cluster_rank(); n < end; n += sharers)
-      hopper::bring(w_map, n * kWide, column0);
+      hopper::tma_prefetch_2d(w_map, n * kWide, column0);
   }
   __syncwarp();
   ptx::cluster_arrive_relaxed();
@@ -236,12 +236,13 @@ __global__ void __launch_bounds__(Tile::threads, kResident)
   if (threadIdx.x >= kLoads) {
     if (threadIdx.x == kLoads) {
       const int units = min(at.own, Tile::units - at.part * at.own);
-      if (at.parts > 1 && units > 0) ptx::barrier_expect(received, (at.parts - 1) * units * Tile::products * 32);
+      if (at.parts > 1 && units > 0)
+        ptx::mbarrier_arrive_expect_tx(received, (at.parts - 1) * units * Tile::products * 32);
       load_tiles<Tile>(x_map, w_map, tiles, full, empty, at);
     } else if (threadIdx.x >= kPrefetches) {
       for (int c = threadIdx.x - kPrefetches; c < Tile::columns; c += 32)
         biases[c] = bias && at.column0 + c < shape.columns ? static_cast<float>(bias[at.column0 + c]) : 0.f;
-      ptx::barrier_arrive(has_bias);
+      ptx::mbarrier_arrive(has_bias);
     }
     __syncwarp();
     if (at.parts > 1) {
@@ -259,7 +260,7 @@ __global__ void __launch_bounds__(Tile::threads, kResident)
     ptx::cluster_wait();
     exchange<Tile>(acc, tiles, received, at);
   }
-  ptx::barrier_wait(has_bias, 0);
+  ptx::mbarrier_wait(has_bias, 0);
   switch (activation) {
     case Activation::none: write_units<Activation::none, T, Tile>(acc, biases, y, shape, at); break;
     case Activation::relu: write_units<Activation::relu, T, Tile>(acc, biases, y, shape, at); break;
@@ -284,7 +285,7 @@ bool launch_tile(const Gemm& g, const at::Tensor& bias, Activation activation, c
   const CUtensorMap x_map = map_of<T>(g.y, g.n, g.k, Tile::rows), w_map = map_of<T>(g.x, g.m, g.k, Tile::columns);
   Launch launch(static_cast<unsigned>(down * across * c.parts), Tile::threads, Tile::shared);
   if (c.parts > 1) launch.in_clusters(c.parts);
-  launch.early();
+  launch.programmatic();
   launch(kernel, x_map, w_map, static_cast<T*>(g.d), bias.defined() ? bias.const_data_ptr<T>() : nullptr, activation,
          shape);
   return true;

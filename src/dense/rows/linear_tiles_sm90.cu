@@ -59,13 +59,13 @@ struct Barriers {
       : full(all), empty(all + kStages), has_bias(all + 2 * kStages), staged(has_bias + 1), drained(has_bias + 2) {}
   __device__ void init() const {
     for (int s = 0; s < kStages; ++s) {
-      ptx::barrier_init(&full[s]);
-      ptx::barrier_init(&empty[s], kPair * kMultiplying);
+      ptx::mbarrier_init(&full[s]);
+      ptx::mbarrier_init(&empty[s], kPair * kMultiplying);
     }
-    ptx::barrier_init(has_bias, kActivating * 32);
-    ptx::barrier_init(staged, kMultiplying * kGroup);
-    ptx::barrier_init(drained, kActivating * 32);
-    ptx::barrier_fence();
+    ptx::mbarrier_init(has_bias, kActivating * 32);
+    ptx::mbarrier_init(staged, kMultiplying * kGroup);
+    ptx::mbarrier_init(drained, kActivating * 32);
+    ptx::fence_mbarrier_init();
   }
 };
 
@@ -91,11 +91,11 @@ __device__ inline void load_tiles(const CUtensorMap& x_map, const CUtensorMap& w
       const int s = n % kStages;
       unsigned char* const tile = stages + s * kStageBytes;
       // Both blocks must have read this stage: half of w goes to both.
-      ptx::barrier_wait(&b.empty[s], n / kStages % 2 ^ 1);
-      ptx::barrier_expect(&b.full[s], kStageBytes);
-      hopper::load(x_map, tile, &b.full[s], k * kWide, row0);
-      hopper::load_for(both, w_map, tile + kXBytes + rank * half * kRowBytes, &b.full[s], k * kWide,
-                       column0 + rank * half);
+      ptx::mbarrier_wait(&b.empty[s], n / kStages % 2 ^ 1);
+      ptx::mbarrier_arrive_expect_tx(&b.full[s], kStageBytes);
+      hopper::tma_load_2d(x_map, tile, &b.full[s], k * kWide, row0);
+      hopper::tma_load_2d_multicast(both, w_map, tile + kXBytes + rank * half * kRowBytes, &b.full[s], k * kWide,
+                                    column0 + rank * half);
     }
   });
 }
@@ -110,28 +110,28 @@ __device__ inline void multiply_tiles(const unsigned char* stages, unsigned char
   float acc[kColumns / 2];
   unsigned n = 0;
   const auto release = [&](unsigned step) {  // one thread for each block of the cluster
-    if (thread < kPair) hopper::arrive_at(&b.empty[step % kStages], thread);
+    if (thread < kPair) hopper::mbarrier_arrive_remote(&b.empty[step % kStages], thread);
   };
   each_tile(shape, [&](int row0, int column0, unsigned turn, bool is_last) {
     for (int k = 0; k < shape.steps; ++k, ++n) {
       const unsigned char* const tile = stages + n % kStages * kStageBytes;
-      const uint64_t rows = hopper::descriptor(tile + group * 64 * kRowBytes);
-      const uint64_t columns = hopper::descriptor(tile + kXBytes);
-      ptx::barrier_wait(&b.full[n % kStages], n / kStages % 2);
-      hopper::pin(acc);
-      hopper::begin_products();
+      const uint64_t rows = hopper::smem_descriptor(tile + group * 64 * kRowBytes);
+      const uint64_t columns = hopper::smem_descriptor(tile + kXBytes);
+      ptx::mbarrier_wait(&b.full[n % kStages], n / kStages % 2);
+      hopper::warpgroup_fence_operand(acc);
+      hopper::wgmma_fence();
 #pragma unroll
       for (int part = 0; part < 4; ++part)  // 32 bytes of K each; descriptor units of 16 bytes
-        hopper::multiply<T, false>(acc, rows + part * 2, columns + part * 2, k > 0 || part > 0);
-      hopper::commit_products();
-      hopper::pin(acc);
-      hopper::wait_for_products<1>();
+        hopper::wgmma_ss<T, false>(acc, rows + part * 2, columns + part * 2, k > 0 || part > 0);
+      hopper::wgmma_commit_group();
+      hopper::warpgroup_fence_operand(acc);
+      hopper::wgmma_wait_group<1>();
       if (k > 0) release(n - 1);
     }
-    hopper::wait_for_products<0>();
-    hopper::pin(acc);
+    hopper::wgmma_wait_group<0>();
+    hopper::warpgroup_fence_operand(acc);
     release(n - 1);
-    ptx::barrier_wait(b.has_bias, turn);
+    ptx::mbarrier_wait(b.has_bias, turn);
     if (is_last) {
 #pragma unroll
       for (int unit = 0; unit < kColumns / 16; ++unit)
@@ -139,18 +139,18 @@ __device__ inline void multiply_tiles(const unsigned char* stages, unsigned char
                                      shape.rows, shape.columns);
       return;
     }
-    ptx::barrier_wait(b.drained, turn ^ 1);
+    ptx::mbarrier_wait(b.drained, turn ^ 1);
 #pragma unroll
     for (int j = 0; j < kColumns / 16; ++j) {  // 16 rows of 16 columns a warp
       const float* const sums = acc + 8 * j;
       const float2 left = *reinterpret_cast<const float2*>(biases + 16 * j + 2 * (lane % 4));
       const float2 right = *reinterpret_cast<const float2*>(biases + 16 * j + 8 + 2 * (lane % 4));
-      hopper::store_matrices(
-          out + ((2 * j + lane / 16) ^ lane % 8) * 16, hopper::two<T>(sums[0] + left.x, sums[1] + left.y),
-          hopper::two<T>(sums[2] + left.x, sums[3] + left.y), hopper::two<T>(sums[4] + right.x, sums[5] + right.y),
-          hopper::two<T>(sums[6] + right.x, sums[7] + right.y));
+      hopper::stmatrix_x4(
+          out + ((2 * j + lane / 16) ^ lane % 8) * 16, hopper::pack2<T>(sums[0] + left.x, sums[1] + left.y),
+          hopper::pack2<T>(sums[2] + left.x, sums[3] + left.y), hopper::pack2<T>(sums[4] + right.x, sums[5] + right.y),
+          hopper::pack2<T>(sums[6] + right.x, sums[7] + right.y));
     }
-    ptx::barrier_arrive(b.staged);
+    ptx::mbarrier_arrive(b.staged);
   });
 }
 
@@ -162,9 +162,9 @@ __device__ inline void activate_tiles(const unsigned char* buffer, float* biases
   each_tile(shape, [&](int row0, int column0, unsigned turn, bool is_last) {
     for (int c = thread; c < kColumns; c += kActivating * 32)
       biases[c] = bias && column0 + c < shape.columns ? static_cast<float>(bias[column0 + c]) : 0.f;
-    ptx::barrier_arrive(b.has_bias);
+    ptx::mbarrier_arrive(b.has_bias);
     if (is_last) return;
-    ptx::barrier_wait(b.staged, turn);
+    ptx::mbarrier_wait(b.staged, turn);
     const int column = column0 + lane * 8;
 #pragma unroll 4
     for (int r = warp; r < kRows; r += kActivating) {
@@ -173,13 +173,13 @@ __device__ inline void activate_tiles(const unsigned char* buffer, float* biases
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const T* const z = reinterpret_cast<const T*>(&word[i]);
-        word[i] = hopper::two<T>(activated_16bit<activation>(static_cast<float>(z[0])),
-                                 activated_16bit<activation>(static_cast<float>(z[1])));
+        word[i] = hopper::pack2<T>(activated_16bit<activation>(static_cast<float>(z[0])),
+                                   activated_16bit<activation>(static_cast<float>(z[1])));
       }
       if (row0 + r < shape.rows && column < shape.columns)
         *reinterpret_cast<uint4*>(y + (row0 + r) * shape.stride + column) = words;
     }
-    ptx::barrier_arrive(b.drained);
+    ptx::mbarrier_arrive(b.drained);
   });
 }
 
@@ -196,8 +196,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   const Barriers barriers(reinterpret_cast<uint64_t*>(biases + kColumns));
   const int group = threadIdx.x / kGroup;
   if (threadIdx.x == 0) {
-    hopper::prefetch(x_map);
-    hopper::prefetch(w_map);
+    hopper::prefetch_tensormap(x_map);
+    hopper::prefetch_tensormap(w_map);
     barriers.init();
   }
   __syncwarp();
@@ -237,7 +237,7 @@ bool launch_as(const Gemm& g, const at::Tensor& bias) {
   const CUtensorMap x_map = map_of<T>(g.y, g.n, g.k, kRows), w_map = map_of<T>(g.x, g.m, g.k, kColumns / kPair);
   Launch launch(static_cast<unsigned>(std::min(clusters, tiles) * kPair), kThreads, kShared);
   launch.in_clusters(kPair);
-  launch.early();
+  launch.programmatic();
   launch(kernel, x_map, w_map, static_cast<T*>(g.d), bias.defined() ? bias.const_data_ptr<T>() : nullptr, shape);
   return true;
 }

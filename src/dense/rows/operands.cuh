@@ -43,9 +43,9 @@ __device__ inline void write_unit(const float (&acc)[N], int unit, const float* 
     float one = acc[sum_of(unit, 2 * j)] + left, other = acc[sum_of(unit, 2 * j + 1)] + right;
     if constexpr (rounded)
       one = static_cast<float>(static_cast<T>(one)), other = static_cast<float>(static_cast<T>(other));
-    words[j] = hopper::two<T>(activated_16bit<activation>(one), activated_16bit<activation>(other));
+    words[j] = hopper::pack2<T>(activated_16bit<activation>(one), activated_16bit<activation>(other));
   }
-  hopper::turn_among_four(words, lane);
+  hopper::transpose_4x4(words, lane);
   const int to_row = row + lane / 4 + unit % 2 * 8, column = column0 + unit / 2 * 32 + lane % 4 * 8;
   if (to_row < rows && column < columns)
     *reinterpret_cast<uint4*>(y + to_row * stride + column) = {words[0], words[1], words[2], words[3]};

@@ -43,7 +43,7 @@ struct Inputs {
     if constexpr (sizeof(T) == 2) {
 #pragma unroll
       for (int n = 0; n < NV * K * Words<T, V>::kCount; ++n)
-        ptx::forget(at[n / K / Words<T, V>::kCount][n / Words<T, V>::kCount % K].at[n % Words<T, V>::kCount]);
+        ptx::opaque(at[n / K / Words<T, V>::kCount][n / Words<T, V>::kCount % K].at[n % Words<T, V>::kCount]);
     }
   }
 };

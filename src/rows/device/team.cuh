@@ -83,10 +83,10 @@ struct Team {
       size *= blocks;
       index /= blocks;
       if (threadIdx.x == 0) {
-        for (int phase = 0; phase < kPhases; ++phase) ptx::barrier_init(mailbox(phase));
-        ptx::barrier_fence();
+        for (int phase = 0; phase < kPhases; ++phase) ptx::mbarrier_init(mbarrier(phase));
+        ptx::fence_mbarrier_init();
       }
-      ptx::cluster_arrive();  // waited for before the first post
+      ptx::cluster_arrive();  // waited for before the first message
 #endif
     }
   }
@@ -105,16 +105,16 @@ struct Team {
     state = merge_block(op, state);
 #if __CUDA_ARCH__ >= 900
     if constexpr (scope == Scope::cluster) {
-      post(state);
+      publish(state);
       state = collect(op);
     }
 #endif
     return state;
   }
 
-  // Merges the states of a block. With `by_first_warp` only the first warp gets the result, to post it: for the cluster
-  // kernel (rows/kernels/cluster.cuh). In the persistent kernel, float32 softmax of 262144 columns fell from 0.95 to
-  // 0.68 of a copy with it.
+  // Merges the states of a block. With `by_first_warp` only the first warp gets the result, to publish it: for the
+  // cluster kernel (rows/kernels/cluster.cuh). In the persistent kernel, float32 softmax of 262144 columns fell from
+  // 0.95 to 0.68 of a copy with it.
   template <bool by_first_warp = false, class Op, class State>
   __device__ State merge_block(const Op& op, State state) {
     if constexpr (scope == Scope::warp) return op.merge(state, Lanes{size});
@@ -145,21 +145,22 @@ struct Team {
   // takes a fraction of one.
   //
   // Four buffers suffice. A block posts merge n after it has collected merge n - 2. By then all blocks have posted n -
-  // 2, hence collected n - 4, whose buffer n reuses. A block may post a merge before it has collected the previous one.
-  // No block exits before it has received everything sent to it.
+  // 2, hence collected n - 4, whose buffer n reuses. A block may publish a merge before it has collected the previous
+  // one. No block exits before it has received everything sent to it.
   template <class State>
-  __device__ void post(const State& state) {
+  __device__ void publish(const State& state) {
     const unsigned blocks = ptx::cluster_blocks();
     const int phase = posted % kPhases;
     if (posted++ == 0) ptx::cluster_wait();
-    if (threadIdx.x == 0) ptx::barrier_expect(mailbox(phase), static_cast<unsigned>(blocks * sizeof(Letter<State>)));
+    if (threadIdx.x == 0)
+      ptx::mbarrier_arrive_expect_tx(mbarrier(phase), static_cast<unsigned>(blocks * sizeof(Message<State>)));
     if (threadIdx.x < blocks) {
-      Letter<State> mine;
+      Message<State> mine;
       mine.state = state;
-      const uint32_t to = ptx::address_in(&letters<State>(phase)[ptx::cluster_rank()], threadIdx.x);
-      const uint32_t remote_mailbox = ptx::address_in(mailbox(phase), threadIdx.x);
+      const uint32_t to = ptx::mapa(&messages<State>(phase)[ptx::cluster_rank()], threadIdx.x);
+      const uint32_t remote_mbarrier = ptx::mapa(mbarrier(phase), threadIdx.x);
 #pragma unroll
-      for (int w = 0; w < int(sizeof(mine) / 8); ++w) ptx::send(to + 8 * w, mine.words[w], remote_mailbox);
+      for (int w = 0; w < int(sizeof(mine) / 8); ++w) ptx::st_async(to + 8 * w, mine.words[w], remote_mbarrier);
     }
   }
   // For clusters of one block: st.async needs two or more.
@@ -168,18 +169,18 @@ struct Team {
     const int phase = posted % kPhases;
     if (posted++ == 0) ptx::cluster_wait();
     if (threadIdx.x != 0) return;
-    letters<State>(phase)[0].state = state;
-    ptx::barrier_arrive(mailbox(phase));
+    messages<State>(phase)[0].state = state;
+    ptx::mbarrier_arrive(mbarrier(phase));
   }
-  // Merges the states of all blocks, for the oldest post not yet collected.
+  // Merges the states of all blocks, for the oldest message not yet collected.
   template <class Op>
   __device__ auto collect(const Op& op) {
     using State = decltype(Op::identity());
     const unsigned blocks = ptx::cluster_blocks(), lane = threadIdx.x % 32;
     const int phase = collected % kPhases;
-    ptx::barrier_wait(mailbox(phase), collected / kPhases % 2);
+    ptx::mbarrier_wait(mbarrier(phase), collected / kPhases % 2);
     ++collected;
-    return op.merge(lane < blocks ? letters<State>(phase)[lane].state : Op::identity(), Lanes{32});
+    return op.merge(lane < blocks ? messages<State>(phase)[lane].state : Op::identity(), Lanes{32});
   }
 
  private:
@@ -187,17 +188,17 @@ struct Team {
   int posted = 0, collected = 0;
 
   template <class State>
-  union Letter {
+  union Message {
     State state;
     uint64_t words[(sizeof(State) + 7) / 8];
-    __device__ Letter() {}
+    __device__ Message() {}
   };
   template <class State>
-  __device__ static Letter<State>* letters(int phase) {
-    __shared__ __align__(8) unsigned char bytes[kPhases][kMaxRanks * sizeof(Letter<State>)];
-    return reinterpret_cast<Letter<State>*>(bytes[phase]);
+  __device__ static Message<State>* messages(int phase) {
+    __shared__ __align__(8) unsigned char bytes[kPhases][kMaxRanks * sizeof(Message<State>)];
+    return reinterpret_cast<Message<State>*>(bytes[phase]);
   }
-  __device__ static uint64_t* mailbox(int phase) {
+  __device__ static uint64_t* mbarrier(int phase) {
     __shared__ uint64_t barriers[kPhases];
     return &barriers[phase];
   }

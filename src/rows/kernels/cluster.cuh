@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(kClusterThreads, 1)
     if (team.size == kClusterThreads)
       team.post_to_itself(state);
     else
-      team.post(state);
+      team.publish(state);
     if (any) write(r + (kStages - 1) * step);
     any = true;
     before = row;

@@ -82,7 +82,7 @@ void launch_add_partials(const F* partial, int64_t parts, int columns, T* dweigh
   // 262144 columns.
   const int among = static_cast<int>(std::min<uint64_t>(std::bit_ceil(static_cast<uint64_t>((parts + 7) / 8)), 32));
   const dim3 blocks(static_cast<unsigned>((columns * int64_t{among} + 1023) / 1024), 2);
-  launch_early(add_partials_kernel<T, F>, blocks, dim3(32, 32), partial, parts, columns, among, dweight, dbias);
+  launch_programmatic(add_partials_kernel<T, F>, blocks, dim3(32, 32), partial, parts, columns, among, dweight, dbias);
 }
 
 }  // namespace

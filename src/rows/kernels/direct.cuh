@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(32 * kTileWarps, N <= 22            ? 8
   ptx::griddepcontrol_wait();
   if (r >= shape.rows) return;
   const ShortShare<32, N> span{static_cast<int>(threadIdx.x), shape.columns, false};
-  const auto row = op.row_beside(r, r * shape.columns);
+  const auto row = op.row_for_copies(r, r * shape.columns);
   const ptx::L2Policy policy = ptx::l2_policy(shape.large);
   Inputs<T, 1, N, K> inputs;
 #pragma unroll

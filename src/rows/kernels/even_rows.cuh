@@ -12,18 +12,18 @@ namespace matmuls {
 //
 //   kEnds                           whether a row may see fewer than its columns
 //   merge_even<lanes>(state, each)  the merge of `lanes` states of `each` columns
-template <class Op, int V, int NV, int threads, int beside, bool exact, bool ragged>
-__global__ void __launch_bounds__(threads* beside, (NV > 4             ? 512
-                                                    : ragged && NV > 2 ? 768
-                                                                       : 1024) /
-                                                       (threads * beside))
+template <class Op, int V, int NV, int threads, int rows_per_block, bool exact, bool ragged>
+__global__ void __launch_bounds__(threads* rows_per_block, (NV > 4             ? 512
+                                                            : ragged && NV > 2 ? 768
+                                                                               : 1024) /
+                                                               (threads * rows_per_block))
     even_rows_kernel(const __grid_constant__ Op op, const RowShape shape) {
   using T = typename Op::Storage;
   using F = typename Op::F;
   constexpr int kWarps = threads / 32;
   static_assert(exact || kWarps <= 1);
   static_assert(!ragged || (!exact && threads >= 16));
-  const unsigned rows = static_cast<unsigned>(shape.rows), own = blockIdx.x * beside + threadIdx.y;
+  const unsigned rows = static_cast<unsigned>(shape.rows), own = blockIdx.x * rows_per_block + threadIdx.y;
   const typename Op::Row row = op.row(min(own, rows - 1));
   const int rank = static_cast<int>(threadIdx.x);
   const Inside in = ragged ? inside_of<V>(row.input(0), shape.columns) : Inside{0, shape.columns};

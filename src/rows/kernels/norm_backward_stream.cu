@@ -4,7 +4,7 @@
 // Persistent. A block keeps the weight of its columns and several rows in flight in shared memory, and the column sums
 // over the rows in registers. A row is written after the next one is folded, so that no thread waits for its sums.
 //
-// Long rows: up to 64 blocks (a team) share one. They exchange sums through global memory, in letters that carry the
+// Long rows: up to 64 blocks (a team) share one. They exchange sums through global memory, in messages that carry the
 // number of their row. The GPU has room for more such teams than for clusters of as many blocks: 65536 16-bit columns
 // on clusters of four blocks of 512 threads leave 12 of 132 multiprocessors idle. A team of which not all blocks run is
 // closed (gpu/team_start.cuh): one of its blocks then computes all of the team's rows, with the same sums in the same
@@ -31,23 +31,23 @@ namespace {
 template <class T>
 using Plan = StreamPlan<sizeof(T)>;
 
-struct Letter {
+struct Message {
   uint64_t d, dxhat;  // a float32 and the number of its row each
 };
-static_assert(Plan<float>::kPhases * kMostStreamBlocks * sizeof(Letter) + sizeof(TeamStart) <=
-              StreamNormBackward<float>::kLetters * sizeof(uint64_t));
+static_assert(Plan<float>::kPhases * kMostStreamBlocks * sizeof(Message) + sizeof(TeamStart) <=
+              StreamNormBackward<float>::kMessages * sizeof(uint64_t));
 
 #if __CUDA_ARCH__ >= 900
-__device__ void post(Letter* to, float2 v, uint32_t number) {
+__device__ void publish(Message* to, float2 v, uint32_t number) {
   const auto word = [&](float x) { return static_cast<uint64_t>(number) << 32 | __float_as_uint(x); };
   asm volatile("st.relaxed.gpu.global.v2.b64 [%0], {%1, %2};" ::"l"(to), "l"(word(v.x)), "l"(word(v.y)) : "memory");
 }
 // One poll of a letter, which may not have arrived yet.
-struct Glance {
+struct PolledMessage {
   uint64_t d, dxhat;
 
-  __device__ static Glance at(const Letter* from) {
-    Glance now;
+  __device__ static PolledMessage at(const Message* from) {
+    PolledMessage now;
     asm volatile("ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];" : "=l"(now.d), "=l"(now.dxhat) : "l"(from) : "memory");
     return now;
   }
@@ -73,8 +73,8 @@ struct Ring {
   V at[phases];
   uint64_t barriers[phases];
   __device__ V& operator[](int n) { return at[n % phases]; }
-  __device__ void arrive(int n) { ptx::barrier_arrive(&barriers[n % phases]); }
-  __device__ void wait(int n) { ptx::barrier_wait(&barriers[n % phases], n / phases % 2); }
+  __device__ void arrive(int n) { ptx::mbarrier_arrive(&barriers[n % phases]); }
+  __device__ void wait(int n) { ptx::mbarrier_wait(&barriers[n % phases], n / phases % 2); }
 };
 template <int warps>
 struct Sums {
@@ -189,13 +189,13 @@ __global__ void __launch_bounds__(Plan<T>::kThreads, Plan<T>::kBlocks)
 
   if (thread == 0) {
     for (int p = 0; p < P::kPhases; ++p) {
-      ptx::barrier_init(&totals.barriers[p]);
-      ptx::barrier_init(&folded.barriers[p], kWarps);
+      ptx::mbarrier_init(&totals.barriers[p]);
+      ptx::mbarrier_init(&folded.barriers[p], kWarps);
     }
   }
   __syncthreads();
-  Letter* const letters = reinterpret_cast<Letter*>(c.letters + static_cast<int64_t>(team) * c.kLetters);
-  auto* const start = reinterpret_cast<TeamStart*>(letters + P::kPhases * kMostStreamBlocks);
+  Message* const messages = reinterpret_cast<Message*>(c.messages + static_cast<int64_t>(team) * c.kMessages);
+  auto* const start = reinterpret_cast<TeamStart*>(messages + P::kPhases * kMostStreamBlocks);
   __shared__ TeamMode mode;
   if (!single && thread == 0) arrive_at_team(start);  // before the loads, behind which it would queue
 
@@ -265,11 +265,11 @@ __global__ void __launch_bounds__(Plan<T>::kThreads, Plan<T>::kBlocks)
 #pragma unroll 1
   for (int n = 0; n <= mine; ++n) {
     float rstd_now = 0;
-    // Poll the letters of the row to write early: most have arrived, and the poll takes as long as folding a row.
+    // Poll the messages of the row to write early: most have arrived, and the poll takes as long as folding a row.
     constexpr bool early = !single && sizeof(T) == 4;
-    Glance glance{};
+    PolledMessage polled{};
     if (early && warp == 0 && n > 0 && lane < blocks)
-      glance = Glance::at(letters + (n - 1) % P::kPhases * kMostStreamBlocks + lane);
+      polled = PolledMessage::at(messages + (n - 1) % P::kPhases * kMostStreamBlocks + lane);
     if (n < mine) {
       rstd_now = __ldg(next_rstd);
       next_rstd += teams;
@@ -303,7 +303,7 @@ __global__ void __launch_bounds__(Plan<T>::kThreads, Plan<T>::kBlocks)
       if (!single && warp == 0) {
         folded.wait(n);
         const float2 all = sum_of<kWarps>(folded[n].at[lane % kWarps]);
-        if (lane == 0) post(letters + n % P::kPhases * kMostStreamBlocks + rank, all, n + 1);
+        if (lane == 0) publish(messages + n % P::kPhases * kMostStreamBlocks + rank, all, n + 1);
       }
     }
     if (n > 0) {
@@ -324,9 +324,9 @@ __global__ void __launch_bounds__(Plan<T>::kThreads, Plan<T>::kBlocks)
           }
           mean = {};
           for (int from = lane; from < blocks; from += 32) {
-            if (!early || from != lane) glance = {};
-            while (!glance.is(n)) glance = Glance::at(letters + m % P::kPhases * kMostStreamBlocks + from);
-            const float2 one = glance.numbers();
+            if (!early || from != lane) polled = {};
+            while (!polled.is(n)) polled = PolledMessage::at(messages + m % P::kPhases * kMostStreamBlocks + from);
+            const float2 one = polled.numbers();
             mean = {mean.x + one.x, mean.y + one.y};
           }
           __syncwarp();
@@ -405,8 +405,8 @@ void launch_stream_norm_backward(const StreamNormBackward<T>& call, int teams, i
   const auto go = [&]<bool rms>() {
     if constexpr (sizeof(T) == 2)
       if (!whole) return launch<norm_backward_stream_kernel<T, rms, true>>(call, teams, 1);
-    C10_CUDA_CHECK(
-        cudaMemsetAsync(call.letters, 0, sizeof(uint64_t) * call.kLetters * teams, c10::cuda::getCurrentCUDAStream()));
+    C10_CUDA_CHECK(cudaMemsetAsync(call.messages, 0, sizeof(uint64_t) * call.kMessages * teams,
+                                   c10::cuda::getCurrentCUDAStream()));
     return launch<norm_backward_stream_kernel<T, rms, false>>(call, teams, blocks);
   };
   return call.rms ? go.template operator()<true>() : go.template operator()<false>();

@@ -16,10 +16,10 @@ struct StreamNormBackward {
   int64_t rows;
   int columns;
   bool rms;
-  float* partial;     // [teams][2][columns], or null
-  uint64_t* letters;  // [teams][kLetters] for `whole` rows, otherwise unused
+  float* partial;      // [teams][2][columns], or null
+  uint64_t* messages;  // [teams][kMessages] for `whole` rows, otherwise unused
 
-  static constexpr int kLetters = 514;  // 512, and the start of the team
+  static constexpr int kMessages = 514;  // 512, and the start of the team
 };
 
 // teams: of `blocks` blocks, which share a row. whole: rows are aligned and their length is a multiple of 16 bytes.

@@ -21,11 +21,11 @@ __global__ void __launch_bounds__(kOnePassThreads<scope>, (scope == Scope::block
   using T = typename Op::Storage;
   constexpr bool kInside = ragged && scope == Scope::block;
   Team<scope> team;
-  const int beside = scope == Scope::warp ? threadIdx.y : 0;
+  const int row_in_block = scope == Scope::warp ? threadIdx.y : 0;
   const int64_t first = team.index * (scope == Scope::warp ? blockDim.y : 1);
   // Several teams of a warp run together; those past the last row recompute another row.
-  const bool own = first + beside < shape.rows;
-  const typename Op::Row row = op.row(own ? first + beside : first);
+  const bool own = first + row_in_block < shape.rows;
+  const typename Op::Row row = op.row(own ? first + row_in_block : first);
   const Inside in = kInside ? inside_of<V>(row.input(0), shape.columns) : Inside{0, shape.columns};
   const auto span = [&] {
     if constexpr (kInside)

@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kWalkBound<Op, scope, ragged>,
   constexpr int K = Op::kInputs;
   constexpr bool kAhead = V > 1, kShared = kStaysShared<Op, V, NV>, kOwn = kOwnConstants<scope, ragged>;
   Team<scope> team;
-  const int beside = scope == Scope::warp ? threadIdx.y : 0;
+  const int row_in_block = scope == Scope::warp ? threadIdx.y : 0;
   const int64_t teams = scope == Scope::warp ? blockDim.y : 1;  // per block
   const int64_t step = team.count() * teams;
 
@@ -86,7 +86,9 @@ __global__ void __launch_bounds__(kWalkBound<Op, scope, ragged>,
   F* const numbers =
       reinterpret_cast<F*>(slots + NV * (Op::kConstants * keepers + shape.stages * K * threads)) + thread;
 
-  const auto row_at = [&](int64_t first) { return op.row(first + beside < shape.rows ? first + beside : first); };
+  const auto row_at = [&](int64_t first) {
+    return op.row(first + row_in_block < shape.rows ? first + row_in_block : first);
+  };
   const auto span_at = [&](const typename Op::Row& row) {
     return span_of<Op, V, ragged>(row, team.rank, team.size, shape.columns);
   };
@@ -169,7 +171,7 @@ __global__ void __launch_bounds__(kWalkBound<Op, scope, ragged>,
       if constexpr (ragged) stage(slot).settle(odd);
       typename Op::State state = Op::identity();
       op.fold(state, none, row, span, stage(slot), constants);
-      team.post(team.merge_block(op, state));
+      team.publish(team.merge_block(op, state));
       if (base > begin) write();
       base_before = base;
       slot_before = slot;
@@ -190,7 +192,7 @@ __global__ void __launch_bounds__(kWalkBound<Op, scope, ragged>,
       op.fold(state, held, row, span, inputs, constants);
       const auto result = op.finish(team.merge(op, state));
       if constexpr (std::is_empty_v<decltype(held)> && !kShared) inputs.forget_numbers();
-      if (scope != Scope::warp || base + beside < shape.rows) put(row, number, result, held, span, inputs);
+      if (scope != Scope::warp || base + row_in_block < shape.rows) put(row, number, result, held, span, inputs);
     };
     Stage ahead = stage(s);
     if constexpr (kAhead) {
@@ -222,7 +224,7 @@ __global__ void __launch_bounds__(kWalkBound<Op, scope, ragged>,
       add_teams(sums, reinterpret_cast<F*>(shared));
       if (threadIdx.y == 0) op.write_sums(team.index, span_at(op.row(0)), sums);
     } else {
-      const int64_t mine = team.index * teams + beside;
+      const int64_t mine = team.index * teams + row_in_block;
       op.write_sums(mine, span_at(op.row(mine < shape.rows ? mine : 0)), sums);
     }
   }

@@ -36,12 +36,12 @@ __global__ void __launch_bounds__(scope == Scope::block ? persistent_unaligned_t
   constexpr int C = Op::kConstants;
   extern __shared__ __align__(16) unsigned char shared[];
   Team<scope> team;
-  const int beside = scope == Scope::warp ? threadIdx.y : 0, teams = scope == Scope::warp ? blockDim.y : 1;
+  const int row_in_block = scope == Scope::warp ? threadIdx.y : 0, teams = scope == Scope::warp ? blockDim.y : 1;
   const int64_t step = team.count() * teams;
   int64_t first = team.index * teams;  // the first of the rows that this block processes together
   // Teams past the last row keep their last inputs and take part in warp operations.
-  const auto own = [&](int64_t r) { return r + beside < shape.rows; };
-  const auto row_at = [&](int64_t r) { return op.row(own(r) ? r + beside : r); };
+  const auto own = [&](int64_t r) { return r + row_in_block < shape.rows; };
+  const auto row_at = [&](int64_t r) { return op.row(own(r) ? r + row_in_block : r); };
   const Inside in = inside_of<V>(row_at(first).input(0), shape.columns);
   const int column = in.first + team.rank * V, apart = team.size * V;
   const UnalignedSpan<T, V, NV> span{{column, apart, in.end, column + (NV - 1) * apart < in.end}};
@@ -111,11 +111,11 @@ __global__ void __launch_bounds__(scope == Scope::block ? persistent_unaligned_t
     float* const all = scope == Scope::warp ? reinterpret_cast<float*>(shared) : op.partial_of(team.index);
     const auto give = [&](int s, int column, F sum) {
       float* const to = all + s * shape.columns + column;
-      *to = beside == 0 ? sum : *to + sum;
+      *to = row_in_block == 0 ? sum : *to + sum;
     };
     for (int t = 0; t < teams; ++t) {
       __syncthreads();  // in the first iteration, also for the constants, which occupied this memory
-      if (t != beside) continue;
+      if (t != row_in_block) continue;
 #pragma unroll
       for (int s = 0; s < 2; ++s) {
 #pragma unroll

@@ -80,7 +80,7 @@ constexpr int kTileBlocks = [] {
 // Kernel for rows staged in tiles. Beyond the interface in rows/device/operation.cuh, except fold and write, the
 // operation provides
 //
-//   row_beside(r, offset)       row r, with inputs and outputs at `offset` of each tensor (contiguous rows)
+//   row_for_copies(r, offset)       row r, with inputs and outputs at `offset` of each tensor (contiguous rows)
 //   run_from(r), row_in(run, r) optional: look-up of per-row data once for the run.rows rows after run.first; row_in
 //                               also takes other rows, more slowly
 //   row.place(tiles)            redirects input 0 and the outputs to shared memory: output 0 replaces input 0, output 1
@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(32 * kTileWarps, kTileBlocks<Op, N>)
   int64_t first = (static_cast<int64_t>(blockIdx.x) * kTileWarps + warp) * shape.each * shape.tiles;
   const int64_t end = min(first + shape.each * shape.tiles, shape.rows);
   unsigned char *now = shared + warp * kTileStages * shape.stage, *next = now + shape.stage;
-  const auto row_at = [&](int64_t r) { return op.row_beside(r, r * shape.columns); };
+  const auto row_at = [&](int64_t r) { return op.row_for_copies(r, r * shape.columns); };
   const auto rows_from = [&](int64_t r) { return r + shape.each <= end ? shape.each : static_cast<int>(end - r); };
   const auto numbers_of = [&](unsigned char* tile) {  // each row's own number
     return reinterpret_cast<uint32_t*>(tile + shape.stage) - (shape.each + 3) / 4 * 4;
@@ -146,13 +146,13 @@ __global__ void __launch_bounds__(32 * kTileWarps, kTileBlocks<Op, N>)
     if constexpr (kRuns<Op>)
       return op.row_in(run, r);
     else
-      return op.row_beside(r, 0);
+      return op.row_for_copies(r, 0);
   };
 #pragma unroll 1
   for (; first < end; first += shape.each) {
     int rows = rows_from(first), shift = static_cast<int>(reinterpret_cast<uintptr_t>(row_at(first).input(0)) % 16);
-    ptx::forget(rows);  // keeps the compiler from recomputing them for each row
-    ptx::forget(shift);
+    ptx::opaque(rows);  // keeps the compiler from recomputing them for each row
+    ptx::opaque(shift);
     if constexpr (kRuns<Op>)
       if (first - run.first >= run.rows) run = run_from(first);
     ptx::cp_async_wait_group<kTileStages - 1>();

@@ -81,14 +81,14 @@ template <int V, int L, int P, int R, int U, class T, class I>
 void launch_rows(const Args<T, I>& m) {
   constexpr int kBlocks = U * R * Words<T, V>::kCount < 32 ? 4 : 3;  // 64 registers per thread, or 80
   const dim3 grid = grid_of(static_cast<int64_t>(m.blocks) * m.slices, 1, m.batches);
-  launch_early(spmm_rows_kernel<T, I, V, L, P, R, U, kBlocks>, grid, kSparseThreads, m);
+  launch_programmatic(spmm_rows_kernel<T, I, V, L, P, R, U, kBlocks>, grid, kSparseThreads, m);
 }
 
 template <int L, int R, int U, int kBlocks, class T, class I>
 void launch_shares(const Args<T, I>& m) {
   constexpr int V = 16 / sizeof(T);
   const dim3 grid = grid_of(static_cast<int64_t>(m.blocks) * m.slices, 1, m.batches);
-  launch_early(spmm_shares_kernel<T, I, V, L, R, U, kBlocks>, grid, kSparseThreads, m);
+  launch_programmatic(spmm_shares_kernel<T, I, V, L, R, U, kBlocks>, grid, kSparseThreads, m);
 }
 
 template <class T, class I>
@@ -96,8 +96,8 @@ void launch_long_rows(const Args<T, I>& m, bool vectors, bool counts_rows) {
   constexpr int V = 16 / sizeof(arithmetic_t<T>);
   const int64_t tiles = ceil_of(m.n, 32 * (vectors ? V : 1));
   const dim3 grid = grid_of(ceil_of(m.slots, kSparseThreads / 32), std::min<int64_t>(tiles, 64), m.batches);
-  launch_early(vectors ? spmm_long_rows_kernel<T, I, V> : spmm_long_rows_kernel<T, I, 1>, grid, kSparseThreads, m,
-               counts_rows);
+  launch_programmatic(vectors ? spmm_long_rows_kernel<T, I, V> : spmm_long_rows_kernel<T, I, 1>, grid, kSparseThreads,
+                      m, counts_rows);
 }
 
 template <class T, class I>

@@ -19,13 +19,13 @@ void launch_chunks(ChunkArgs<T>& m) {
   m.blocks = m.chunk_blocks + static_cast<unsigned>(ceil_of(m.empties, kGroups * kEmptyRows));
   const int64_t blocks = static_cast<int64_t>(m.blocks) * m.slices;
   TORCH_CHECK_VALUE(blocks <= INT32_MAX, kOp, ": expected at most 2^31 - 1 blocks of chunks, got ", blocks);
-  launch_early(spmm_chunks_kernel<T, V, L, U, kThreads, kBlocks>, static_cast<unsigned>(blocks), kThreads, m);
+  launch_programmatic(spmm_chunks_kernel<T, V, L, U, kThreads, kBlocks>, static_cast<unsigned>(blocks), kThreads, m);
 }
 
 template <int L, class T>
 void launch_pieces(const ChunkArgs<T>& m) {
   const dim3 grid(static_cast<unsigned>(m.cuts), static_cast<unsigned>(ceil_of(m.n, L * 4)));
-  launch_early(spmm_pieces_kernel<T, L>, grid, kSparseThreads, m);
+  launch_programmatic(spmm_pieces_kernel<T, L>, grid, kSparseThreads, m);
 }
 
 template <class T>

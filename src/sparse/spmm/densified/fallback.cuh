@@ -63,11 +63,11 @@ struct Given {
     const int64_t own_end = own < last ? index(crow, own + 1) : 0;
     for (int k = 0; k < inner; k += kept_rows) {
       const int many_rows = min(kept_rows, inner - k);
-      hopper::sync(1, threads);
+      hopper::named_barrier_sync(1, threads);
       for (int i = static_cast<int>(threadIdx.x); i < many_rows * lanes; i += threads)
         if (const int column = column0 + i % lanes * 4; column < n)
           kept[i] = *reinterpret_cast<const float4*>(dense + (k + i / lanes) * stride + column);
-      hopper::sync(1, threads);
+      hopper::named_barrier_sync(1, threads);
       for (int r = first + warp, i = 0; r < last; r += warps, ++i) {
         int64_t p = __shfl_sync(0xffffffffu, next, i);
         const int64_t end = __shfl_sync(0xffffffffu, own_end, i);

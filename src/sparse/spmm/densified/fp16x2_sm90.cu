@@ -79,13 +79,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int first_row = static_cast<int>(rank * kRows / shares),  // the rows that this block adds up at the end
       last_row = min(static_cast<int>((rank + 1) * kRows / shares), shape.rows - row0);
   if (threadIdx.x == 0) {
-    if (!Tile::sparse24) hopper::prefetch(a_map);
-    hopper::prefetch(b_map);
+    if (!Tile::sparse24) hopper::prefetch_tensormap(a_map);
+    hopper::prefetch_tensormap(b_map);
     for (int s = 0; s < Tile::stages; ++s) {
-      ptx::barrier_init(&full[s]);
-      ptx::barrier_init(&empty[s], Tile::sparse24 ? kGroups * kGroup : kGroups * kGroup / 32);
+      ptx::mbarrier_init(&full[s]);
+      ptx::mbarrier_init(&empty[s], Tile::sparse24 ? kGroups * kGroup : kGroups * kGroup / 32);
     }
-    ptx::barrier_fence();
+    ptx::fence_mbarrier_init();
   }
   __syncthreads();
   if (group == kGroups) {
@@ -95,15 +95,15 @@ __global__ void __launch_bounds__(kThreads, 1)
       const auto load_a = [&](int k, int stage) {
         const ptx::L2Policy policy = k < shape.staying ? staying : passing;
         unsigned char* const to = tiles + stage * Tile::stage_bytes;
-        ptx::barrier_expect(&full[stage], Tile::stage_bytes);
+        ptx::mbarrier_arrive_expect_tx(&full[stage], Tile::stage_bytes);
         if constexpr (Tile::sparse24)
-          hopper::load_bytes(pairs.steps + int64_t{row0 / kRows} * shape.steps + k, to, &full[stage],
-                             sizeof(StepOfTile), policy);
+          hopper::bulk_load(pairs.steps + int64_t{row0 / kRows} * shape.steps + k, to, &full[stage], sizeof(StepOfTile),
+                            policy);
         else
 #pragma unroll
           for (int half = 0; half < 2; ++half)
-            hopper::load(a_map, to + half * Tile::half_bytes, &full[stage], k * kWide, row0 + half * shape.rows,
-                         policy);
+            hopper::tma_load_2d(a_map, to + half * Tile::half_bytes, &full[stage], k * kWide, row0 + half * shape.rows,
+                                policy);
       };
       // A's first tiles load while split_kernel still runs. It calls griddepcontrol.launch_dependents only after its
       // own griddepcontrol.wait, when everything before it, A included, has been written.
@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       for (int k = first, n = 0; k < last; ++k, ++n) {
         const int stage = n % Tile::stages;
         if (n >= ahead) {
-          ptx::barrier_wait(&empty[stage], n / Tile::stages % 2 ^ 1);
+          ptx::mbarrier_wait(&empty[stage], n / Tile::stages % 2 ^ 1);
           load_a(k, stage);
         }
         unsigned char* const to = tiles + stage * Tile::stage_bytes + Tile::a_bytes;
@@ -121,8 +121,8 @@ __global__ void __launch_bounds__(kThreads, 1)
         for (int half = 0; half < 2; ++half)
 #pragma unroll
           for (int c = 0; c < Tile::columns; c += kWide)
-            hopper::load(b_map, to + half * Tile::b_bytes + c * kRowBytes, &full[stage], column0 + c,
-                         k * kWide + half * shape.inner);
+            hopper::tma_load_2d(b_map, to + half * Tile::b_bytes + c * kRowBytes, &full[stage], column0 + c,
+                                k * kWide + half * shape.inner);
       }
     } else if (thread / 32 == 1) {
       ptx::griddepcontrol_wait();
@@ -139,47 +139,47 @@ __global__ void __launch_bounds__(kThreads, 1)
       const int stage = n % Tile::stages;
       const unsigned char* const a = tiles + stage * Tile::stage_bytes + group * 64 * kRowBytes;
       const unsigned char* const b = tiles + stage * Tile::stage_bytes + Tile::a_bytes;
-      ptx::barrier_wait(&full[stage], n / Tile::stages % 2);
+      ptx::mbarrier_wait(&full[stage], n / Tile::stages % 2);
       uint32_t places = 0;
       if constexpr (Tile::sparse24)
         places = reinterpret_cast<const uint32_t*>(
             reinterpret_cast<const StepOfTile*>(tiles + stage * Tile::stage_bytes)->places)[threadIdx.x];
       const auto multiply = [&](auto& acc, int half_a, int half_b, bool accumulate) {
         const auto b_from = [&](int k) {
-          return hopper::descriptor(b + half_b * Tile::b_bytes + k * kRowBytes, kWide * kRowBytes);
+          return hopper::smem_descriptor(b + half_b * Tile::b_bytes + k * kRowBytes, kWide * kRowBytes);
         };
         if constexpr (Tile::sparse24) {
           const unsigned char* const own = a + half_a * kRowBytes / 2;
-          hopper::multiply_sparse24<c10::Half, 0>(acc, hopper::descriptor(own), b_from(0), places, accumulate);
-          hopper::multiply_sparse24<c10::Half, 1>(acc, hopper::descriptor(own + 32), b_from(32), places, true);
+          hopper::wgmma_sparse<c10::Half, 0>(acc, hopper::smem_descriptor(own), b_from(0), places, accumulate);
+          hopper::wgmma_sparse<c10::Half, 1>(acc, hopper::smem_descriptor(own + 32), b_from(32), places, true);
         } else {
 #pragma unroll
           for (int part = 0; part < 4; ++part)  // 16 of K each
-            hopper::multiply<c10::Half, true>(acc, hopper::descriptor(a + half_a * Tile::half_bytes + part * 32),
+            hopper::wgmma_ss<c10::Half, true>(acc, hopper::smem_descriptor(a + half_a * Tile::half_bytes + part * 32),
                                               b_from(16 * part), accumulate || part > 0);
         }
       };
-      hopper::pin(low);
-      hopper::pin(high);
-      hopper::begin_products();
+      hopper::warpgroup_fence_operand(low);
+      hopper::warpgroup_fence_operand(high);
+      hopper::wgmma_fence();
       multiply(low, 1, 0, false);
       multiply(low, 0, 1, true);
-      hopper::commit_products();
+      hopper::wgmma_commit_group();
       multiply(high, 0, 0, false);
-      hopper::commit_products();
-      hopper::wait_for_products<1>();
-      hopper::pin(low);
+      hopper::wgmma_commit_group();
+      hopper::wgmma_wait_group<1>();
+      hopper::warpgroup_fence_operand(low);
 #pragma unroll
       for (int i = 0; i < Tile::columns / 2; ++i) sums[i] = fmaf(low[i], 1 / kLowScale, sums[i]);
-      hopper::wait_for_products<0>();
-      hopper::pin(high);
+      hopper::wgmma_wait_group<0>();
+      hopper::warpgroup_fence_operand(high);
       // 2:4: each thread arrives, for the metadata that it read. Otherwise one lane per warp: arrivals of all took 15 %
       // more.
-      if (Tile::sparse24 || thread % 32 == 0) ptx::barrier_arrive(&empty[stage]);
+      if (Tile::sparse24 || thread % 32 == 0) ptx::mbarrier_arrive(&empty[stage]);
 #pragma unroll
       for (int i = 0; i < Tile::columns / 2; ++i) sums[i] += high[i];
     }
-    hopper::sync(1, kGroups * kGroup);  // both warpgroups have read the last tile
+    hopper::named_barrier_sync(1, kGroups * kGroup);  // both warpgroups have read the last tile
     const int lane = thread % 32, row = group * 64 + thread / 32 * 16 + lane / 4;
 #pragma unroll
     for (int j = 0; j < Tile::columns / 8; ++j) {
@@ -204,18 +204,18 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (int own = first_row + threadIdx.x / across; own < end; own += at_once * apart) {
       float total[at_once][4] = {};
       int e[at_once];
-      [[maybe_unused]] float4 beside[at_once] = {};  // the product with rest
+      [[maybe_unused]] float4 with_rest[at_once] = {};  // the product with rest
 #pragma unroll
       for (int j = 0; j < at_once; ++j) {
         const int r = row0 + min(own + j * apart, end - 1);
         e[j] = exponents[r];
         if constexpr (Tile::sparse24)
           if (const int2 own_rest = pairs.rest[r]; own_rest.x < own_rest.y)
-            beside[j] = *reinterpret_cast<const float4*>(out + r * out_stride + column0 + c);
+            with_rest[j] = *reinterpret_cast<const float4*>(out + r * out_stride + column0 + c);
       }
 #pragma unroll 4
       for (unsigned block = 0; block < shares; ++block) {
-        const uint32_t from = ptx::address_in(sums_of_block + c, block);
+        const uint32_t from = ptx::mapa(sums_of_block + c, block);
         float part[at_once][4] = {};
 #pragma unroll
         for (int j = 0; j < at_once; ++j)
@@ -231,8 +231,8 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
         for (int i = 0; i < 4; ++i) total[j][i] = times_power_of_two(total[j][i], -e[j] - column_exponents[i]);
         if constexpr (Tile::sparse24)
-          total[j][0] += beside[j].x, total[j][1] += beside[j].y, total[j][2] += beside[j].z,
-              total[j][3] += beside[j].w;
+          total[j][0] += with_rest[j].x, total[j][1] += with_rest[j].y, total[j][2] += with_rest[j].z,
+              total[j][3] += with_rest[j].w;
         *reinterpret_cast<float4*>(out + int64_t{row0 + own + j * apart} * out_stride + column0 + c) = {
             alpha * total[j][0], alpha * total[j][1], alpha * total[j][2], alpha * total[j][3]};
       }
@@ -296,7 +296,7 @@ void launch(const DensifiedMatrix& a, const SplitDense& b, int64_t inner, const 
   TORCH_CHECK_VALUE(blocks <= INT32_MAX, "spmm: expected a smaller result, got one of ", rows, " x ", n);
   Launch launch(static_cast<unsigned>(blocks), kThreads, Tile::shared);
   launch.in_clusters(shares);
-  launch.early();
+  launch.programmatic();
   CUtensorMap a_map{};
   TwoOfFour pairs{};
   if constexpr (Tile::sparse24)

@@ -111,12 +111,12 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int group = __shfl_sync(~0u, threadIdx.x / kGroup, 0);
   const int thread = threadIdx.x % kGroup, lane = thread % 32;
   if (threadIdx.x == 0) {
-    hopper::prefetch(dense_map);
+    hopper::prefetch_tensormap(dense_map);
     for (int s = 0; s < Tile::stages; ++s) {
-      ptx::barrier_init(&full[s]);
-      ptx::barrier_init(&empty[s], kGroups * kGroup + kGroups * kGroup / 32 * (peers - 1));
+      ptx::mbarrier_init(&full[s]);
+      ptx::mbarrier_init(&empty[s], kGroups * kGroup + kGroups * kGroup / 32 * (peers - 1));
     }
-    ptx::barrier_fence();
+    ptx::fence_mbarrier_init();
   }
   __syncwarp();
   ptx::cluster_arrive_relaxed();
@@ -135,23 +135,23 @@ __global__ void __launch_bounds__(kThreads, 1)
       const int own_row = Tile::wide ? 0 : kWide / peers * peer;  // of B's tile
       for (int n = 0; n < many; ++n) {
         const int stage = n % Tile::stages, y = (first + n) * kWide + own_row;
-        if (n >= Tile::stages) ptx::barrier_wait(&empty[stage], n / Tile::stages % 2 ^ 1);
+        if (n >= Tile::stages) ptx::mbarrier_wait(&empty[stage], n / Tile::stages % 2 ^ 1);
         unsigned char *const a = tiles + stage * Tile::stage_bytes, *const b = a + Tile::a_bytes + own_row * kRowBytes;
-        ptx::barrier_expect(&full[stage], Tile::stage_bytes);
+        ptx::mbarrier_arrive_expect_tx(&full[stage], Tile::stage_bytes);
 #pragma unroll
         for (int part = 0; part < Tile::parts; ++part) {
           unsigned char* const to = a + part * sizeof(NarrowStepOfTile);
           if (!Tile::wide || peers == 1)
-            hopper::load_bytes(from[part] + n, to, &full[stage], sizeof(NarrowStepOfTile));
+            hopper::bulk_load(from[part] + n, to, &full[stage], sizeof(NarrowStepOfTile));
           else if (part == peer)
-            hopper::load_bytes_for(all_peers, from[part] + n, to, &full[stage], sizeof(NarrowStepOfTile));
+            hopper::bulk_load_multicast(all_peers, from[part] + n, to, &full[stage], sizeof(NarrowStepOfTile));
         }
 #pragma unroll
         for (int box = 0; box < Tile::boxes; ++box)
           if (!Tile::wide && peers > 1)
-            hopper::load_for(all_peers, dense_map, b, &full[stage], column0, y);
+            hopper::tma_load_2d_multicast(all_peers, dense_map, b, &full[stage], column0, y);
           else
-            hopper::load(dense_map, b + box * Tile::box_bytes, &full[stage], column0 + box * kWide, y);
+            hopper::tma_load_2d(dense_map, b + box * Tile::box_bytes, &full[stage], column0 + box * kWide, y);
       }
     }
     __syncwarp();
@@ -182,36 +182,36 @@ __global__ void __launch_bounds__(kThreads, 1)
       const int stage = n % Tile::stages;
       const unsigned char* const a = tiles + stage * Tile::stage_bytes;
       const auto b_from = [&](int k) {
-        return hopper::descriptor(a + Tile::a_bytes + k * kRowBytes, Tile::wide ? Tile::box_bytes : 16);
+        return hopper::smem_descriptor(a + Tile::a_bytes + k * kRowBytes, Tile::wide ? Tile::box_bytes : 16);
       };
-      ptx::barrier_wait(&full[stage], n / Tile::stages % 2);
+      ptx::mbarrier_wait(&full[stage], n / Tile::stages % 2);
 #pragma unroll
       for (int i = 0; i < Tile::high; ++i) {
         const int block = group * Tile::high + i;
         const auto& part = reinterpret_cast<const NarrowStepOfTile*>(a)[block / kGroups];
         places[i] = reinterpret_cast<const uint32_t*>(part.places)[block % kGroups * kGroup + thread];
-        hopper::pin(acc[i]);
+        hopper::warpgroup_fence_operand(acc[i]);
       }
-      hopper::begin_products();
+      hopper::wgmma_fence();
 #pragma unroll
       for (int i = 0; i < Tile::high; ++i) {
         const int block = group * Tile::high + i;
         const unsigned char* const own = a + block / kGroups * sizeof(NarrowStepOfTile) +
                                          block % kGroups * 64 * sizeof(NarrowStepOfTile::numbers[0]);
-        hopper::multiply_sparse24<T, 0>(acc[i], hopper::descriptor_of_narrow(own), b_from(0), places[i], true);
-        hopper::multiply_sparse24<T, 1>(acc[i], hopper::descriptor_of_narrow(own + 32), b_from(32), places[i], true);
+        hopper::wgmma_sparse<T, 0>(acc[i], hopper::smem_descriptor_64b(own), b_from(0), places[i], true);
+        hopper::wgmma_sparse<T, 1>(acc[i], hopper::smem_descriptor_64b(own + 32), b_from(32), places[i], true);
       }
-      hopper::commit_products();
+      hopper::wgmma_commit_group();
 #pragma unroll
-      for (int i = 0; i < Tile::high; ++i) hopper::pin(acc[i]);
-      hopper::wait_for_products<1>();
+      for (int i = 0; i < Tile::high; ++i) hopper::warpgroup_fence_operand(acc[i]);
+      hopper::wgmma_wait_group<1>();
 #pragma unroll
-      for (int i = 0; i < Tile::high; ++i) ptx::forget(earlier[i]);  // the product before has read it until here
+      for (int i = 0; i < Tile::high; ++i) ptx::opaque(earlier[i]);  // the product before has read it until here
       // Each thread arrives for the metadata that it read; one lane per peer signals the block that multicast data.
       if (n > 0) {
         uint64_t* const read = &empty[(n - 1) % Tile::stages];
-        ptx::barrier_arrive(read);
-        if (lane < peers && lane != peer) hopper::arrive_at(read, own_share * peers + lane);
+        ptx::mbarrier_arrive(read);
+        if (lane < peers && lane != peer) hopper::mbarrier_arrive_remote(read, own_share * peers + lane);
       }
     };
     Places even = {}, odd = {};  // metadata registers; a product reads them until it has completed
@@ -221,10 +221,12 @@ __global__ void __launch_bounds__(kThreads, 1)
       step(n, even, odd);
       if (n + 1 < many) step(n + 1, odd, even);
     }
-    hopper::wait_for_products<0>();
+    hopper::wgmma_wait_group<0>();
 #pragma unroll
-    for (int i = 0; i < Tile::high; ++i) hopper::pin(acc[i]), ptx::forget(even[i]), ptx::forget(odd[i]);
-    hopper::sync(1, kGroups * kGroup);  // both warpgroups have read the last tile, and no load into it is in flight
+    for (int i = 0; i < Tile::high; ++i)
+      hopper::warpgroup_fence_operand(acc[i]), ptx::opaque(even[i]), ptx::opaque(odd[i]);
+    hopper::named_barrier_sync(
+        1, kGroups * kGroup);  // both warpgroups have read the last tile, and no load into it is in flight
     float* const sums = reinterpret_cast<float*>(tiles);
 #pragma unroll
     for (int i = 0; i < Tile::high; ++i) {
@@ -247,13 +249,13 @@ __global__ void __launch_bounds__(kThreads, 1)
       if (batch == 0) ptx::cluster_wait();
       for (int share = 0; share < shares; ++share)
         each_row(batch, [&](int i, int r) {
-          add_from(ptx::address_in(sums + r * Tile::out_stride + c, share * peers + peer), result[i]);
+          add_from(ptx::mapa(sums + r * Tile::out_stride + c, share * peers + peer), result[i]);
         });
       each_row(batch, [&](int i, int r) {
         const auto& x = result[i];
         ptx::store(out + int64_t{row0 + r} * shape.out_stride + column0 + c,
-                   {hopper::two<T>(x[0], x[1]), hopper::two<T>(x[2], x[3]), hopper::two<T>(x[4], x[5]),
-                    hopper::two<T>(x[6], x[7])});
+                   {hopper::pack2<T>(x[0], x[1]), hopper::pack2<T>(x[2], x[3]), hopper::pack2<T>(x[4], x[5]),
+                    hopper::pack2<T>(x[6], x[7])});
       });
     }
   }
@@ -301,7 +303,7 @@ void launch(const DensifiedMatrix& a, const at::Tensor& dense, const at::Tensor&
   const cuuint32_t box[2] = {kWide, static_cast<cuuint32_t>(Tile::wide ? kWide : kWide / peers)};
   Launch launch(static_cast<unsigned>(blocks), kThreads, Tile::shared);
   launch.in_clusters(peers * cluster.shares);
-  launch.early();
+  launch.programmatic();
   launch(sparse24_kernel<Tile>, tensor_map<T>("spmm", dense.const_data_ptr(), sizes, strides, box),
          static_cast<const NarrowStepOfTile*>(a.parts.const_data_ptr()),
          static_cast<const int2*>(a.rest.const_data_ptr()), dense.const_data_ptr<T>(), out.mutable_data_ptr<T>(),

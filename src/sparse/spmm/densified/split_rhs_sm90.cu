@@ -24,7 +24,7 @@ struct Rest {
 // Loads a number from another block's shared memory.
 __device__ inline unsigned load_int(const void* shared, unsigned block) {
   unsigned x;
-  asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(x) : "r"(ptx::address_in(shared, block)) : "memory");
+  asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(x) : "r"(ptx::mapa(shared, block)) : "memory");
   return x;
 }
 #endif
@@ -176,7 +176,7 @@ void split_dense(const at::Tensor& dense, const SplitDense& to, const at::Tensor
   }
   Launch launch(left.first_block + left.blocks, kSplitThreads, shared);
   launch.in_clusters(kSplitBlocks);
-  launch.early();
+  launch.programmatic();
   launch(split_kernel, dense.const_data_ptr<float>(), rows, n, dense.stride(0), to.powers,
          reinterpret_cast<uint2*>(to.halves), to.facts, left);
 }

@@ -115,15 +115,15 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int thread = static_cast<int>(threadIdx.x) % kGroup, lane = thread % 32;
   if (lane == 0) {  // a warp per barrier: to initialize one takes 40 cycles
     if (warp < shape.stages) {
-      ptx::barrier_init(&full[warp]);
-      ptx::barrier_init(&empty[warp], kMultiply);
-      ptx::barrier_fence();
+      ptx::mbarrier_init(&full[warp]);
+      ptx::mbarrier_init(&empty[warp], kMultiply);
+      ptx::fence_mbarrier_init();
     } else if (warp == kMultiply / 32) {
-      ptx::barrier_init(received);
-      ptx::barrier_fence();
-      ptx::barrier_expect(received, (shares - 1) * max(end_row - own_row, 0) * Tile::columns * 4);
+      ptx::mbarrier_init(received);
+      ptx::fence_mbarrier_init();
+      ptx::mbarrier_arrive_expect_tx(received, (shares - 1) * max(end_row - own_row, 0) * Tile::columns * 4);
     } else if (warp == kMultiply / 32 + 1) {
-      hopper::prefetch(dense_map);
+      hopper::prefetch_tensormap(dense_map);
     }
   }
   __syncthreads();
@@ -137,21 +137,20 @@ __global__ void __launch_bounds__(kThreads, 1)
       const unsigned char* const from = packed + down * Tile::row_groups * apart + int64_t{first} * bytes;
       const auto a_of = [&](int k, int r) { return from + r * apart + int64_t{k} * bytes; };
       const auto load_a = [&](int k, int stage) {
-        ptx::barrier_expect(&full[stage], Tile::row_groups * bytes + Tile::dense_bytes);
+        ptx::mbarrier_arrive_expect_tx(&full[stage], Tile::row_groups * bytes + Tile::dense_bytes);
 #pragma unroll
         for (int r = 0; r < Tile::row_groups; ++r)
-          hopper::load_bytes(a_of(k, r), tiles + stage * shape.stage_bytes + Tile::dense_bytes + r * bytes,
-                             &full[stage], bytes);
+          hopper::bulk_load(a_of(k, r), tiles + stage * shape.stage_bytes + Tile::dense_bytes + r * bytes, &full[stage],
+                            bytes);
       };
       const auto load_dense = [&](int k, int stage) {
 #pragma unroll
         for (int box = 0; box < Tile::boxes; ++box) {
           unsigned char* const to = tiles + stage * shape.stage_bytes + box * Tile::box_bytes;
           if constexpr (Tile::linear)
-            hopper::load(dense_map, to, &full[stage], (first + k) * Tile::depth + box * kPackedColumns, column0);
+            hopper::tma_load_2d(dense_map, to, &full[stage], (first + k) * Tile::depth + box * kPackedColumns, column0);
           else
-            hopper::load_of_three(dense_map, to, &full[stage], column0 + box * kWide, (first + k) * (Tile::depth / 8),
-                                  0);
+            hopper::tma_load_3d(dense_map, to, &full[stage], column0 + box * kWide, (first + k) * (Tile::depth / 8), 0);
         }
       };
       // Each row of tiles begins at another step: otherwise all would request the same part of B from the L2 at once.
@@ -161,12 +160,12 @@ __global__ void __launch_bounds__(kThreads, 1)
       // A is prefetched into the L2 only.
       for (int n = 0; n < min(many, kEarly); ++n)
 #pragma unroll
-        for (int r = 0; r < Tile::row_groups; ++r) hopper::bring_bytes(a_of(turned(n), r), bytes);
+        for (int r = 0; r < Tile::row_groups; ++r) hopper::bulk_prefetch(a_of(turned(n), r), bytes);
       ptx::griddepcontrol_wait();
       for (int n = 0; n < min(many, kEarly); ++n) load_a(turned(n), n), load_dense(turned(n), n);
       for (int n = kEarly, stage = kEarly, parity = 1; n < many; ++n, ++stage) {
         if (stage == shape.stages) stage = 0, parity ^= 1;
-        if (n >= shape.stages) ptx::barrier_wait(&empty[stage], parity);
+        if (n >= shape.stages) ptx::mbarrier_wait(&empty[stage], parity);
         load_a(turned(n), stage), load_dense(turned(n), stage);
       }
     }
@@ -177,15 +176,16 @@ __global__ void __launch_bounds__(kThreads, 1)
     const int row_group = group % Tile::row_groups, part = group / Tile::row_groups;
     const uint32_t heads = ptx::shared_address(tiles) + Tile::dense_bytes +
                            (row_group * Tile::parts + part) * shape.tile_bytes + 4 * thread;
-    const uint64_t dense = Tile::linear ? hopper::descriptor(tiles + part * Tile::box_bytes)
-                                        : hopper::descriptor(tiles + part * kEight,
-                                                             Tile::boxes > 1 ? Tile::box_bytes : 16, Tile::begin_of(4));
+    const uint64_t dense =
+        Tile::linear
+            ? hopper::smem_descriptor(tiles + part * Tile::box_bytes)
+            : hopper::smem_descriptor(tiles + part * kEight, Tile::boxes > 1 ? Tile::box_bytes : 16, Tile::begin_of(4));
     float acc[Tile::columns / 2];
     int stage = 0;
     unsigned parity = 0;
     using Fragments = uint32_t[4][4];
     const auto unpack = [&](Fragments& fragments) {
-      ptx::barrier_wait(&full[stage], parity);
+      ptx::mbarrier_wait(&full[stage], parity);
       const uint32_t at_head = heads + stage * shape.stage_bytes, head = load_shared(at_head);
       const uint32_t begin = at_head - 4 * thread + kPackedHeads + (head >> 16);
       // Four independent address chains: within a step each address depends on the load before.
@@ -198,11 +198,11 @@ __global__ void __launch_bounds__(kThreads, 1)
     };
     const auto multiply = [&](Fragments& fragments, bool more) {
       const uint64_t b = dense + (static_cast<unsigned>(stage * shape.stage_bytes) >> 4);
-      hopper::begin_products();
+      hopper::wgmma_fence();
 #pragma unroll
       for (int s = 0; s < 4; ++s)
-        hopper::multiply_fragment<T, !Tile::linear>(acc, fragments[s], b + (Tile::begin_of(s) >> 4), more || s > 0);
-      hopper::commit_products();
+        hopper::wgmma_rs<T, !Tile::linear>(acc, fragments[s], b + (Tile::begin_of(s) >> 4), more || s > 0);
+      hopper::wgmma_commit_group();
     };
     const auto go_on = [&] {
       const int done = stage;
@@ -210,8 +210,8 @@ __global__ void __launch_bounds__(kThreads, 1)
       return done;
     };
     const auto leave = [&](int done) {
-      hopper::wait_for_products<0>();
-      ptx::barrier_arrive(&empty[done]);  // each thread, after its own reads
+      hopper::wgmma_wait_group<0>();
+      ptx::mbarrier_arrive(&empty[done]);  // each thread, after its own reads
     };
     if constexpr (Tile::overlaps) {
       Fragments even, odd;
@@ -222,13 +222,13 @@ __global__ void __launch_bounds__(kThreads, 1)
         unpack(even), leave(done), multiply(even, true), done = go_on();
       }
       leave(done);
-      if (n < many) unpack(odd), multiply(odd, true), hopper::wait_for_products<0>();
+      if (n < many) unpack(odd), multiply(odd, true), hopper::wgmma_wait_group<0>();
     } else {  // other warpgroups unpack meanwhile
       Fragments fragments;
       for (int n = 0; n < many; ++n) unpack(fragments), multiply(fragments, n > 0), leave(go_on());
     }
-    hopper::pin(acc);
-    hopper::sync(1, kMultiply);  // all have read the last tile, and no load into it is in flight
+    hopper::warpgroup_fence_operand(acc);
+    hopper::named_barrier_sync(1, kMultiply);  // all have read the last tile, and no load into it is in flight
     float* const sums = reinterpret_cast<float*>(tiles);
     const int row = group * kPackedRows + thread / 32 * 16 + lane / 4;  // parts one after another
 #pragma unroll
@@ -237,7 +237,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       *reinterpret_cast<float2*>(to) = {acc[4 * j], acc[4 * j + 1]};
       *reinterpret_cast<float2*>(to + 8 * Tile::stride) = {acc[4 * j + 2], acc[4 * j + 3]};
     }
-    hopper::sync(1, kMultiply);
+    hopper::named_barrier_sync(1, kMultiply);
     const int own = static_cast<int>(threadIdx.x) / Tile::across, c = static_cast<int>(threadIdx.x) % Tile::across * 8;
     const auto add_parts = [&](int r, float (&x)[8]) {
 #pragma unroll
@@ -251,12 +251,11 @@ __global__ void __launch_bounds__(kThreads, 1)
         float x[8] = {};
         add_parts(r, x);
         const int slot = (share < to ? share : share - 1) * shape.own_rows + r - to * shape.own_rows;
-        const uint32_t there = ptx::address_in(others + slot * Tile::columns + c, to),
-                       barrier = ptx::address_in(received, to);
-        hopper::send(there, x[0], x[1], x[2], x[3], barrier);
-        hopper::send(there + 16, x[4], x[5], x[6], x[7], barrier);
+        const uint32_t there = ptx::mapa(others + slot * Tile::columns + c, to), barrier = ptx::mapa(received, to);
+        hopper::st_async(there, x[0], x[1], x[2], x[3], barrier);
+        hopper::st_async(there + 16, x[4], x[5], x[6], x[7], barrier);
       }
-      ptx::barrier_wait(received, 0);
+      ptx::mbarrier_wait(received, 0);
     }
     ptx::griddepcontrol_wait();  // before out is written
     const auto others_of = [&](int from, int r) {
@@ -264,8 +263,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     };
     const int end = min(end_row, shape.rows - row0);
     const auto store = [&](int64_t at, const float (&x)[8]) {
-      ptx::store(result.out + at, {hopper::two<T>(x[0], x[1]), hopper::two<T>(x[2], x[3]), hopper::two<T>(x[4], x[5]),
-                                   hopper::two<T>(x[6], x[7])});
+      ptx::store(result.out + at, {hopper::pack2<T>(x[0], x[1]), hopper::pack2<T>(x[2], x[3]),
+                                   hopper::pack2<T>(x[4], x[5]), hopper::pack2<T>(x[6], x[7])});
     };
     if constexpr (Tile::linear) {  // eight outputs of one row of x
       for (int i = static_cast<int>(threadIdx.x); i < (end - own_row) / 8 * Tile::columns; i += kMultiply) {
@@ -369,7 +368,7 @@ void launch(const spmm::PackedCall& c, const at::Tensor& out, int shares) {
   const Room<Tile> room(c, shares);
   Launch launch(dim3(shares, static_cast<unsigned>(down), static_cast<unsigned>(across)), kThreads, room.bytes());
   launch.in_clusters(shares);
-  launch.early();
+  launch.programmatic();
   launch(packed_kernel<Tile>, map_of<Tile>(c), static_cast<const unsigned char*>(c.packed.const_data_ptr()),
          Result<T>{out.mutable_data_ptr<T>(), out.stride(0), c.bias.defined() ? c.bias.const_data_ptr<T>() : nullptr},
          Shape{static_cast<int>(m.rows), static_cast<int>(n), m.steps, all / shares, all % shares, room.stages,

@@ -58,12 +58,12 @@ void grow_on_gpu(const Pattern& p, int size, int rounds, const at::Tensor& regio
   int *from = before.mutable_data_ptr<int>(), *to = regions.mutable_data_ptr<int>();
   if (rounds % 2 == 1) std::swap(from, to);  // so that the last round writes to `regions`
   for (int i = 0; i <= rounds; ++i, std::swap(from, to))
-    launch_early(grow_kernel, blocks_of(p.rows()), kSparseThreads, p.crow.const_data_ptr<int>(),
-                 p.col.const_data_ptr<int>(), static_cast<int>(p.rows()), size,
-                 i == 0        ? Round::first
-                 : i == rounds ? Round::last
-                               : Round::between,
-                 from, to);
+    launch_programmatic(grow_kernel, blocks_of(p.rows()), kSparseThreads, p.crow.const_data_ptr<int>(),
+                        p.col.const_data_ptr<int>(), static_cast<int>(p.rows()), size,
+                        i == 0        ? Round::first
+                        : i == rounds ? Round::last
+                                      : Round::between,
+                        from, to);
 }
 
 void count_reads_on_gpu(const Pattern& p, const at::Tensor& order, const Windows& windows, const at::Tensor& seen,

@@ -91,8 +91,8 @@ __global__ void __launch_bounds__(kMostThreads, 1)
   float* const kept = reinterpret_cast<float*>(tile + (m.tile_rows + 1) * kRowBytes);
   const uint32_t mine = ptx::shared_address(tile) + j * 16;
   if (thread < kVectors) *reinterpret_cast<uint4*>(tile + m.tile_rows * kRowBytes + thread * 16) = uint4{};
-  if (thread < kTileStages) ptx::barrier_init(&ready[thread]);
-  ptx::barrier_fence();
+  if (thread < kTileStages) ptx::mbarrier_init(&ready[thread]);
+  ptx::fence_mbarrier_init();
   __syncthreads();
   if (m.tiles > 1) ptx::cluster_arrive_relaxed();
   ptx::griddepcontrol_wait();
@@ -107,9 +107,9 @@ __global__ void __launch_bounds__(kMostThreads, 1)
       if (item > begin) __syncthreads();
       parity ^= 1, there = false;
       if (thread < kTileStages) {
-        ptx::barrier_expect(&ready[thread], stage_rows * kRowBytes);
-        hopper::load(map, tile + thread * stage_rows * kRowBytes, &ready[thread], c0,
-                     rank * m.tile_rows + thread * stage_rows);
+        ptx::mbarrier_arrive_expect_tx(&ready[thread], stage_rows * kRowBytes);
+        hopper::tma_load_2d(map, tile + thread * stage_rows * kRowBytes, &ready[thread], c0,
+                            rank * m.tile_rows + thread * stage_rows);
       }
       __syncwarp();
     }
@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
 #pragma unroll
       for (int stage = 0; stage < kTileStages; ++stage) {
         if (there && stage < kTileStages - 1) continue;
-        if (!there) ptx::barrier_wait(&ready[stage], parity);
+        if (!there) ptx::mbarrier_wait(&ready[stage], parity);
 #pragma unroll 1
         while (step < until[stage]) {
           ++step;
@@ -161,7 +161,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
       }
       if (row < 0 || lane % L >= kVectors) continue;
       const int owner = row / m.share;
-      const uint32_t to = ptx::address_in(kept + (rank * m.share + row - owner * m.share) * kColumns, owner);
+      const uint32_t to = ptx::mapa(kept + (rank * m.share + row - owner * m.share) * kColumns, owner);
 #pragma unroll
       for (int k = 0; k < kVectors; k += L) {
         const int c = (k ^ j) * 4;
@@ -173,7 +173,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
       }
     }
     if (!there)  // a warp without a slice: a tile must not be loaded over one that is still in flight
-      for (int stage = 0; stage < kTileStages; ++stage) ptx::barrier_wait(&ready[stage], parity);
+      for (int stage = 0; stage < kTileStages; ++stage) ptx::mbarrier_wait(&ready[stage], parity);
     there = true;
   }
   if (m.tiles == 1) return;
@@ -219,7 +219,7 @@ void launch(const TileLayout& m, TileArgs& args, const Tensor& dense) {
   args.clusters = m.tiles > 1 ? args.items : std::min(args.items, at_once<L>(m));
   Launch launch(args.clusters * m.tiles, 32 * warps, shared_bytes(m));
   launch.in_clusters(m.tiles);
-  launch.early();
+  launch.programmatic();
   launch(spmm_tiles_kernel<L>, args, map_of(dense, m.tile_rows / kTileStages));
 }
 

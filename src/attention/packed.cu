@@ -46,7 +46,7 @@ __device__ void copy_rows(uint8_t* to, const Heads& from, int head, int first, i
 }
 
 // The keys from `first` to `end` that a query sees.
-struct Seen {
+struct KeyRange {
   int keys, shift, left, right;  // shift: keys minus queries
 
   __device__ int first(int query) const { return left < 0 ? 0 : max(0, query + shift - left); }
@@ -62,7 +62,7 @@ struct Queries {
   int first[2], end[2];                          // keys that the thread's queries see
 
   // start: the warp's first query. `tile`: its rows in shared memory.
-  __device__ Queries(const Seen& seen, int start) {
+  __device__ Queries(const KeyRange& seen, int start) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int query = start + 8 * r + static_cast<int>(threadIdx.x) % 32 / 4;
@@ -199,7 +199,7 @@ __global__ void __launch_bounds__(kThreads, D <= 64 ? 4 : 2)
   const int first_row = call.queries[segment], queries = call.queries[segment + 1] - first_row;
   const int first_key = call.keys[segment], keys = call.keys[segment + 1] - first_key;
   if (block >= queries) return;
-  const Seen seen{keys, keys - queries, call.left, call.right};
+  const KeyRange seen{keys, keys - queries, call.left, call.right};
   const int from = seen.first(block), end = seen.end(min(block + kQueries, queries) - 1);
   const auto copy = [&](uint8_t* tiles_of, const Heads& heads, int key, int stage) {
     if (key < end)

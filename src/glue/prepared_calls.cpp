@@ -49,13 +49,14 @@ struct Modes {
 };
 
 // A tensor as it was when the call was prepared.
-struct Seen {
+struct TensorSnapshot {
   Tensor tensor;
   TensorState state;
   int64_t version;
   bool requires_grad;
 
-  explicit Seen(const Tensor& t) : tensor(t), state(t), version(t._version()), requires_grad(t.requires_grad()) {}
+  explicit TensorSnapshot(const Tensor& t)
+      : tensor(t), state(t), version(t._version()), requires_grad(t.requires_grad()) {}
   // True if everything that Python's choice depends on is unchanged. The values and their place may differ.
   bool is_alike() const { return state.form.is_of(tensor) && tensor.requires_grad() == requires_grad; }
   bool is_unchanged() const {
@@ -109,7 +110,7 @@ class Matrix {
   size_t place_;
   c10::DispatchKeySet keys_;
   bool requires_grad_;
-  Seen crow_, col_;
+  TensorSnapshot crow_, col_;
 };
 
 // True if a subclass's __torch_function__ decides what happens with a tensor.
@@ -126,7 +127,7 @@ struct Call {
   bool records_x, others_require_grad;
   Modes modes;
   Passed passed;
-  std::vector<Seen> alike, watched;
+  std::vector<TensorSnapshot> alike, watched;
   std::optional<Matrix> matrix;  // passed[0], whose identity the caller checks
   bool of_rows, transposed;      // the operator takes the rows of x, or those transposed, and gives its result as well
   Tensor bias;                   // added to a transposed result; may be undefined
@@ -138,8 +139,8 @@ struct Call {
            (!others_require_grad || now.recording == modes.recording);
   }
   bool is_unchanged() const {
-    return std::all_of(watched.begin(), watched.end(), [](const Seen& s) { return s.is_unchanged(); }) &&
-           std::all_of(alike.begin(), alike.end(), [](const Seen& s) { return s.is_alike(); });
+    return std::all_of(watched.begin(), watched.end(), [](const TensorSnapshot& s) { return s.is_unchanged(); }) &&
+           std::all_of(alike.begin(), alike.end(), [](const TensorSnapshot& s) { return s.is_alike(); });
   }
 };
 

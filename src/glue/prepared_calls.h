@@ -22,8 +22,7 @@ struct ReadyCall {
   }
 };
 
-// The call of a _C.PreparedCalls for x and the tensor `passed`, of those that take x itself; none if there is none that
-// still holds. With the GIL.
+// Looks up the prepared call for x itself (not for its rows) and `passed`; empty if none is valid. The GIL is held.
 std::optional<ReadyCall> ready_call(pybind11::handle calls, const at::Tensor& x, pybind11::handle passed);
 
 }  // namespace matmuls

@@ -24,14 +24,14 @@ constexpr int64_t kMostBlocks = 1056;
 //   beyond_two: nonzeros in the same aligned group of 4 columns as the nonzero two before
 //   far: rows that begin kFar columns or more from the diagonal
 //   blocks: arrival counter of the blocks
-struct Seen {
+struct CsrCheckAccumulator {
   unsigned long long row, column, longest, falls, beyond_two, far, blocks;
 };
 constexpr unsigned long long kFirst = 1ull << 62;
 
 __device__ unsigned long long larger(unsigned long long x, unsigned long long y) { return x > y ? x : y; }
 
-__device__ void add(Seen* seen, const Seen& own) {
+__device__ void add(CsrCheckAccumulator* seen, const CsrCheckAccumulator& own) {
   if (own.longest > 0) atomicMax(&seen->longest, own.longest);
   if (own.falls != 0) atomicAdd(&seen->falls, own.falls);
   if (own.beyond_two > 0) atomicAdd(&seen->beyond_two, own.beyond_two);
@@ -41,7 +41,8 @@ __device__ void add(Seen* seen, const Seen& own) {
 }
 
 template <class I>
-__device__ void tell(const I* crow, const I* col, int64_t rows, int64_t nonzeros, const Seen& seen, int64_t* facts) {
+__device__ void tell(const I* crow, const I* col, int64_t rows, int64_t nonzeros, const CsrCheckAccumulator& seen,
+                     int64_t* facts) {
   const auto say = [&](Problem problem, int64_t where, int64_t found, int64_t longest = 0) {
     facts[0] = static_cast<int64_t>(problem), facts[1] = where, facts[2] = found, facts[3] = longest;
     facts[4] = seen.falls == 0, facts[5] = static_cast<int64_t>(seen.beyond_two);
@@ -63,14 +64,14 @@ struct Copies {
 // crow and col.
 template <class I, bool copied>
 __global__ void __launch_bounds__(kThreads)
-    look_kernel(const I* crow, const I* col, int64_t rows, int64_t nonzeros, int64_t columns, Seen* seen,
+    look_kernel(const I* crow, const I* col, int64_t rows, int64_t nonzeros, int64_t columns, CsrCheckAccumulator* seen,
                 int64_t* facts, const Copies own_copies) {
-  __shared__ Seen of_block;
+  __shared__ CsrCheckAccumulator of_block;
   const int64_t begin = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
   if (threadIdx.x == 0) of_block = {};
   if (copied && begin == 0) own_copies.crow[0] = static_cast<int>(crow[0]);
-  Seen own{};
+  CsrCheckAccumulator own{};
 #pragma unroll 4
   for (int64_t r = begin; r < rows; r += step) {
     const int64_t first = crow[r], next = crow[r + 1], length = next - first;
@@ -107,7 +108,7 @@ __global__ void __launch_bounds__(kThreads)
   __threadfence();
   if (atomicAdd(&seen->blocks, 1ull) + 1 < gridDim.x) return;
   __threadfence();
-  const volatile Seen* const all = seen;
+  const volatile CsrCheckAccumulator* const all = seen;
   tell(crow, col, rows, nonzeros, {all->row, all->column, all->longest, all->falls, all->beyond_two, all->far, 0},
        facts);
 }
@@ -118,11 +119,11 @@ at::Tensor csr_check_on_gpu(const at::Tensor& crow, const at::Tensor& col, int64
                             const at::Tensor& own_col) {
   const int64_t rows = crow.size(0) - 1, nonzeros = col.size(0);
   at::Tensor facts = empty({kFacts}, crow.options().dtype(at::kLong));
-  const at::Tensor seen = empty({sizeof(Seen) / sizeof(int64_t)}, facts.options());
+  const at::Tensor seen = empty({sizeof(CsrCheckAccumulator) / sizeof(int64_t)}, facts.options());
   const int64_t blocks = std::clamp<int64_t>((std::max(rows, nonzeros) + kThreads - 1) / kThreads, 1, kMostBlocks);
   const auto stream = c10::cuda::getCurrentCUDAStream();
-  auto* const at = reinterpret_cast<Seen*>(seen.mutable_data_ptr<int64_t>());
-  C10_CUDA_CHECK(cudaMemsetAsync(at, 0, sizeof(Seen), stream));
+  auto* const at = reinterpret_cast<CsrCheckAccumulator*>(seen.mutable_data_ptr<int64_t>());
+  C10_CUDA_CHECK(cudaMemsetAsync(at, 0, sizeof(CsrCheckAccumulator), stream));
   AT_DISPATCH_INDEX_TYPES(crow.scalar_type(), "csr_check", [&] {
     const index_t *offsets = crow.const_data_ptr<index_t>(), *places = col.const_data_ptr<index_t>();
     const bool copied = own_crow.defined();

@@ -9,13 +9,13 @@
 namespace matmuls {
 
 // A nonzero of A: its column, which is a row of B, and its value.
-struct Weighted {
+struct Nonzero {
   int row;
   float number;
 };
 
 // A and B in their original form, and the flags found in them.
-struct Given {
+struct OriginalOperands {
   const void *crow, *col, *order;  // int64 if `wide`, else int32; order may be null
   const float *values, *dense;
   int64_t stride;
@@ -25,7 +25,7 @@ struct Given {
   __device__ int64_t index(const void* from, int64_t at) const {
     return wide ? static_cast<const int64_t*>(from)[at] : static_cast<const int*>(from)[at];
   }
-  __device__ Weighted nonzero(int64_t p) const {
+  __device__ Nonzero nonzero(int64_t p) const {
     return {static_cast<int>(index(col, p)), values[order ? index(order, p) : p]};
   }
 
@@ -72,12 +72,12 @@ struct Given {
         int64_t p = __shfl_sync(0xffffffffu, next, i);
         const int64_t end = __shfl_sync(0xffffffffu, own_end, i);
         const auto entry_of_lane = [&](int64_t from) {
-          return from + lane < end ? nonzero(from + lane) : Weighted{INT_MAX, 0};
+          return from + lane < end ? nonzero(from + lane) : Nonzero{INT_MAX, 0};
         };
         float sum[4] = {};
-        Weighted ahead = entry_of_lane(p);
+        Nonzero ahead = entry_of_lane(p);
         for (int many = 32; many == 32 && p < end; p += many) {
-          Weighted entry = ahead;
+          Nonzero entry = ahead;
           ahead = entry_of_lane(p + 32);
           const unsigned beyond = __ballot_sync(0xffffffffu, entry.row >= k + many_rows);
           many = beyond ? __ffs(beyond) - 1 : 32;

@@ -63,7 +63,7 @@ template <class Tile>
 __global__ void __launch_bounds__(kThreads, 1)
     fp16x2_kernel(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map,
                   const TwoOfFour pairs, const Shape shape, const int* exponents, const int* powers, float* out,
-                  int64_t out_stride, float alpha, const __grid_constant__ Given given) {
+                  int64_t out_stride, float alpha, const __grid_constant__ OriginalOperands given) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) unsigned char tiles[];
   uint64_t* const full = reinterpret_cast<uint64_t*>(tiles + Tile::stages * Tile::stage_bytes);
@@ -283,7 +283,7 @@ Shares shares_of(int64_t rows, int64_t n, int64_t inner) {
 
 template <class Tile>
 void launch(const DensifiedMatrix& a, const SplitDense& b, int64_t inner, const at::Tensor& out, double alpha,
-            const Given& given, int shares) {
+            const OriginalOperands& given, int shares) {
   const int64_t rows = out.size(0), n = out.size(1);
   const int steps = up(inner, kWide);
   const Shape shape{static_cast<int>(rows),
@@ -311,7 +311,7 @@ void launch(const DensifiedMatrix& a, const SplitDense& b, int64_t inner, const 
 
 template <bool sparse24>
 void multiply(const DensifiedMatrix& a, const SplitDense& b, int64_t inner, const at::Tensor& out, double alpha,
-              const Given& given) {
+              const OriginalOperands& given) {
   const auto by = [&]<class Tile>(Tile, const Shares& shares) {
     launch<Tile>(a, b, inner, out, alpha, given, shares.of_k);
   };
@@ -348,15 +348,15 @@ void multiply_fp16x2(const DensifiedMatrix& a, const Pattern& p, const at::Tenso
   const at::Tensor memory = empty({SplitDense::nbytes(inner, n)}, dense.options().dtype(at::kByte));
   const SplitDense halves(memory.mutable_data_ptr(), inner, n);
   split_dense(dense, halves, a.rest, out);
-  const Given given{p.crow.const_data_ptr(),
-                    p.col.const_data_ptr(),
-                    p.order.defined() ? p.order.const_data_ptr() : nullptr,
-                    values.const_data_ptr<float>(),
-                    dense.const_data_ptr<float>(),
-                    dense.stride(0),
-                    p.crow.scalar_type() == at::kLong,
-                    static_cast<const FitFlags*>(a.facts.const_data_ptr()),
-                    halves.facts};
+  const OriginalOperands given{p.crow.const_data_ptr(),
+                               p.col.const_data_ptr(),
+                               p.order.defined() ? p.order.const_data_ptr() : nullptr,
+                               values.const_data_ptr<float>(),
+                               dense.const_data_ptr<float>(),
+                               dense.stride(0),
+                               p.crow.scalar_type() == at::kLong,
+                               static_cast<const FitFlags*>(a.facts.const_data_ptr()),
+                               halves.facts};
   (a.rest.size(0) > 0 ? multiply<true> : multiply<false>)(a, halves, inner, out, alpha, given);
 }
 

@@ -7,6 +7,7 @@ The extension runs with the minor version of torch that it was built with. The p
 (0.2.0+torch2.13.cpu), its requirements pin it, and custom_mm/_build.py records it for the import.
 """
 
+import hashlib
 import os
 import re
 import shutil
@@ -155,26 +156,27 @@ def units(folder: Path) -> list[str]:
     """The .cpp files to compile: they include those of src/, and .cu files, which without nvcc have plain C++ alone.
     Their objects lie apart from those of the .cu files, some of which have the same names.
 
-    A file that was edited since its folder was compiled as one, or is new, is compiled alone from then on.
+    A file that was edited since its folder was compiled as one, or is new, is compiled alone from then on. A unit names
+    the contents of its files by their hashes: a copied checkout has other times of modification.
     """
-    groups: dict[str, list[Path]] = {}  # unit -> the files that it includes
+    groups: dict[str, list[str]] = {}  # unit -> its lines, one for each file that it includes
     for path in sorted(p for pattern in ("*.cpp", "*.cu") for p in ROOT.glob(f"src/**/{pattern}")):
         inside = path.relative_to(ROOT / "src")
         # pybind11 takes longer than any other header, and what binds functions to Python is neither hot nor large
-        place = "glue" if "<pybind11/" in path.read_text() else inside.parts[0]
+        text = path.read_text()
+        line = f"#include <{inside}>  // sha256 {hashlib.sha256(text.encode()).hexdigest()[:16]}\n"
+        place = "glue" if "<pybind11/" in text else inside.parts[0]
         if "cpu" in inside.name:
             place = "_cpu" if inside.stem.endswith("_cpu") else ""
         name = next(("_".join(folders) for folders in TOGETHER if place in folders), "")
         unit = folder / "units" / f"{name}.cpp"
-        edited = unit.is_file() and (
-            f"<{inside}>" not in unit.read_text() or path.stat().st_mtime > unit.stat().st_mtime
-        )
+        edited = unit.is_file() and line not in unit.read_text()
         if edited or not name:
             name = str(inside.with_suffix(""))
-        groups.setdefault(f"{name}.cpp", []).append(inside)
+        groups.setdefault(f"{name}.cpp", []).append(line)
     made = []
-    for unit, members in groups.items():
-        write_if_other(folder / "units" / unit, "".join(f"#include <{m}>\n" for m in members))
+    for unit, lines in groups.items():
+        write_if_other(folder / "units" / unit, "".join(lines))
         made.append(str((folder / "units" / unit).relative_to(ROOT)))
     return made
 

@@ -41,16 +41,6 @@ def test_an_unknown_module_is_not_optimized():
     second.__dict__.pop("forward")
 
 
-def test_a_layer_with_a_module_that_is_none_is_left():
-    model = model_of("bert")
-    batch = batch_of(model)
-    model.encoder.layer[0].attention.register_module("adapter", None)
-    handle = optimize(model)
-    assert handle.left["encoder.layer.0"] == "BertLayer (its adapter is None)"
-    assert list(handle.layers) == ["encoder.layer.1"]
-    assert verify(model, batch).hidden_states < 1e-5
-
-
 class Cut(BertOutput):
     def forward(self, *args):
         return super().forward(*args).relu()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .compiled import _C  # registers the operators that the other modules call
+from .compiled import _C as _C  # registers the operators that the other modules call
 from .cublas import bias_act_, cublas_bmm, cublas_mmul, cublaslt_matmul
 from .cusparse import cusparse_mmul, cusparse_prepare, cusparse_sddmm, cusparse_spmm
 from .explain import explain

@@ -121,7 +121,7 @@ def check_parts(
     versions = version_of(offsets), version_of(indices)
     places = place_of(offsets), place_of(indices)
     asked: tuple[Any, ...] = (layout, rows, columns, height, width, versions, places)
-    seen = _known.get(indices, {})  # type: ignore[no-untyped-call]
+    seen = _known.get(indices, {})
     entry = seen.get(layout)
     if entry is not None and entry[0]() is offsets and entry[1] == asked:
         return

@@ -157,7 +157,7 @@ def compose(
         q, scale = q * fold, scale / fold
     heads, key_heads = q.size(1), k.size(1)
     if heads != key_heads:  # the batch broadcasts; keys and values are not repeated
-        q = q.unflatten(1, (key_heads, heads // key_heads))  # type: ignore[no-untyped-call]
+        q = q.unflatten(1, (key_heads, heads // key_heads))
         k, v = k.unsqueeze(2), v.unsqueeze(2)
     scores = matmul(q, k, transb=True)
     if heads != key_heads:
@@ -165,7 +165,7 @@ def compose(
     y = scaled_masked_softmax(scores, mask, scale, causal=causal, inplace=True)
     dropped = torch.nn.functional.dropout(y, dropout)
     if heads != key_heads:
-        grouped = dropped.unflatten(1, (key_heads, heads // key_heads))  # type: ignore[no-untyped-call]
+        grouped = dropped.unflatten(1, (key_heads, heads // key_heads))
         context = matmul(grouped, v).flatten(1, 2)
     else:
         context = matmul(dropped, v)

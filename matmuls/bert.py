@@ -89,7 +89,8 @@ class Encoder:
         places = [m for name, m in self.model.named_modules() if name.endswith("position_embeddings")]
         padding = getattr(places[0], "padding_idx", None) if places else None
         room = getattr(self.model.config, "max_position_embeddings", 512) - (0 if padding is None else padding + 1)
-        return min(room, self.tokenizer.model_max_length)
+        tokens: int = min(room, self.tokenizer.model_max_length)
+        return tokens
 
     def batch(self, texts: list[str]) -> dict[str, torch.Tensor]:
         """Token ids and padding mask of the texts, truncated to the model's longest input."""

@@ -320,7 +320,7 @@ class cublasTransabMM(_Product):
 def _product_flops(a: torch.Size, b: torch.Size, transa: bool, transb: bool) -> int:
     m, k = (1, a[0]) if len(a) == 1 else (a[-1], a[-2]) if transa else (a[-2], a[-1])
     n = 1 if len(b) == 1 else b[-2] if transb else b[-1]
-    batch: torch.Size = torch.broadcast_shapes(a[:-2], b[:-2])  # type: ignore[no-untyped-call]
+    batch: torch.Size = torch.broadcast_shapes(a[:-2], b[:-2])
     return 2 * m * n * k * batch.numel()
 
 

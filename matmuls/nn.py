@@ -421,7 +421,7 @@ class SparseLinear(nn.Module):
             raise RuntimeError(f"SparseLinear: expected x of shape [..., {self.in_features}], got {list(x.shape)}")
         multiply = self.plan()._linear
         # The plan breaks a compiled graph anyway; compiled, only the default SpMM could be selected.
-        multiply = torch.compiler.disable(multiply) if compiling else multiply  # type: ignore[no-untyped-call]
+        multiply = torch.compiler.disable(multiply) if compiling else multiply
         return multiply(x, self.bias, self.offsets, self.columns)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:

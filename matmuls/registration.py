@@ -17,7 +17,7 @@ from custom_mm import _C
 from custom_mm.arguments import type_name
 
 REPLAYS = hasattr(_C, "replay_on_gpu")  # a build with CUDA
-library: Any = torch.library.Library("custom_mm", "FRAGMENT")  # type: ignore[no-untyped-call]
+library: Any = torch.library.Library("custom_mm", "FRAGMENT")
 _ops = torch.ops.custom_mm
 
 
@@ -125,7 +125,7 @@ def has_tangent(t: Tensor) -> bool:
     """True if t has a forward-mode tangent."""
     if forward_ad._current_level < 0:
         return False
-    return forward_ad.unpack_dual(t).tangent is not None  # type: ignore[no-untyped-call]
+    return forward_ad.unpack_dual(t).tangent is not None
 
 
 def register_gradient(name: str, function: type[Function]) -> None:
@@ -136,7 +136,7 @@ def register_gradient(name: str, function: type[Function]) -> None:
         if forward_ad._current_level >= 0 and any(isinstance(a, Tensor) and has_tangent(a) for a in args):
             fail(name, "inputs without forward-mode tangents (not implemented)", "a dual tensor")
         if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
-            return function.apply(*args, *defaults[len(args) :])  # type: ignore[no-untyped-call]
+            return function.apply(*args, *defaults[len(args) :])
         with torch._C._AutoDispatchBelowAutograd():
             return operator(*args)
 

@@ -72,7 +72,8 @@ def embed(
             warn(slow)
         steps.show("loading the model")
         st, handle, prints = _load(model, chosen, dtype, tokens_per_batch, int8)
-        options = {"--model": model, "--dtype": dtype, "--out-dtype": out_dtype, "--int8": int8, "--prompt": prompt}
+        options: dict[str, Any] = {"--model": model, "--dtype": dtype, "--out-dtype": out_dtype, "--int8": int8}
+        options |= {"--prompt": prompt}
         options |= {"--normalize": normalize, "--truncate-dim": truncate_dim, "--tokens-per-batch": tokens_per_batch}
         options |= {"--device": chosen, **prints}
         summary, seconds = _run(steps, st, handle, sources, out, CHUNK[chosen], options)
@@ -118,7 +119,8 @@ def _why_slow(dtype: str) -> str | None:
     """A warning of a dtype that this CPU computes without instructions of its own."""
     import torch
 
-    wanted, has = INSTRUCTIONS.get(dtype), getattr(torch.cpu, "get_capabilities", dict)()
+    wanted = INSTRUCTIONS.get(dtype)
+    has: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     if wanted is None or has.get("architecture") != "x86_64" or any(has.get(name) for name in wanted):
         return None
     instead = (

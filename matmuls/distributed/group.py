@@ -10,8 +10,8 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 from torch.distributed.tensor import DTensor, Shard
 
 from .agreement import LOOK_SECONDS, Agreement, Told
@@ -210,7 +210,7 @@ class Group:
             return Pending(self, target.copy_(sent), sent, None)
         group = self.group
         try:
-            work = _all_to_all(group, *map(as_real, (target, sent)), received, counts)
+            work = _all_to_all(group, as_real(target), as_real(sent), received, counts)
         except RuntimeError as error:
             self.name_the_dead(error)
         return Pending(self, target, sent, work, sends)

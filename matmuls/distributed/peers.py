@@ -91,7 +91,7 @@ def places(counts: Sequence[Sequence[int]], rank: int) -> tuple[list[int], list[
 
 def allocated(group: Group, nbytes: int) -> torch.Tensor:
     """Bytes that other ranks can map, with a zeroed header."""
-    from torch.distributed._symmetric_memory import _SymmetricMemory  # it is not public
+    from torch._C._distributed_c10d import _SymmetricMemory  # it is not public
 
     buffer: torch.Tensor = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, group.device)
     buffer[: _C.PeerRows.header].zero_()

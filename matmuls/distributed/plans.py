@@ -143,7 +143,7 @@ class DistributedPlan:
         with Shard(0) gives one."""
         product: Callable[[torch.Tensor], torch.Tensor] = self._product
         if torch.compiler.is_compiling():  # a graph break
-            product = torch.compiler.disable(product)  # type: ignore[no-untyped-call]
+            product = torch.compiler.disable(product)
         return product(x)
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:

@@ -46,6 +46,7 @@ class Recorded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, x: torch.Tensor, plan: Any) -> torch.Tensor:
         to_values, to_x, _ = ctx.needs_input_grad
+        y: torch.Tensor
         y, received = plan._forward(values, x)
         ctx.plan, ctx.to_x, ctx.loads = plan, to_x, plan._loads
         if not plan._constant:

@@ -34,7 +34,7 @@ def _weight(tensor: Any) -> str:
         return repr(tensor)
     data = tensor.detach().to_dense() if tensor.layout != torch.strided else tensor.detach()
     data = data.contiguous().cpu().reshape(-1).view(torch.uint8)
-    return f"{tensor.dtype} {list(tensor.shape)} {hashlib.sha256(data.numpy()).hexdigest()}"
+    return f"{tensor.dtype} {list(tensor.shape)} {hashlib.sha256(data.numpy().data).hexdigest()}"
 
 
 def _tokenizers(found: list[Any]) -> str:
@@ -52,7 +52,7 @@ def _settings(model: Any) -> str:
     parts = [json.dumps([model.prompts, model.default_prompt_name, model.max_seq_length])]
     for module in model:
         own = module.get_config_dict() if hasattr(module, "get_config_dict") else {}
-        inner = getattr(getattr(module, "model", None), "config", None)
+        inner: Any = getattr(getattr(module, "model", None), "config", None)
         whole = inner.to_dict() if hasattr(inner, "to_dict") else {}
         parts.append(json.dumps([type(module).__qualname__, own, whole], sort_keys=True, default=str))
     return _text(parts)

@@ -41,6 +41,7 @@ def _ffn_forward(
 ) -> tuple[Tensor, Tensor]:
     w, u = (w1, w2, w3), (u1, u2, u3)
     _check_ffn(x, w, u, rows, counts)
+    t: Tensor | None
     if checks.by_triton(x, w1.shape[0]):
         from ..triton.masked_ffn import forward
 

@@ -222,7 +222,7 @@ def default_product_into(
     return out
 
 
-def folded(name: str, pattern: CsrPattern, leading: torch.Size, x: torch.Tensor, what: str) -> torch.Tensor:
+def folded(name: str, pattern: CsrPattern, leading: tuple[int, ...], x: torch.Tensor, what: str) -> torch.Tensor:
     """The dense operand of a batch [*leading, M, K] of sparse matrices as that of their block-diagonal matrix."""
     if pattern.batch is None:
         return x
@@ -236,7 +236,7 @@ def folded(name: str, pattern: CsrPattern, leading: torch.Size, x: torch.Tensor,
     return x.flatten(0, -2)
 
 
-def check_operands(shape: torch.Size, b: torch.Tensor, out: torch.Tensor | None = None) -> None:
+def check_operands(shape: tuple[int, ...], b: torch.Tensor, out: torch.Tensor | None = None) -> None:
     """Errors of spmm about b and out alone. shape: of A."""
     expect_dense("spmm", b=b)
     if out is not None:
@@ -248,7 +248,7 @@ def check_operands(shape: torch.Size, b: torch.Tensor, out: torch.Tensor | None 
 def multiply_batch(
     pattern: CsrPattern,
     values: torch.Tensor,
-    shape: torch.Size,
+    shape: tuple[int, ...],
     b: torch.Tensor,
     reduce: Reduce = "sum",
     alpha: float = 1.0,

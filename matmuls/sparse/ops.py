@@ -320,7 +320,7 @@ class cusparseMM(Applied, InplaceFunction):
             )
         apply: Callable[..., torch.Tensor] = cls._apply
         if is_compiling():  # a graph break: torch does not trace super() of a Function
-            apply = torch.compiler.disable(apply)  # type: ignore[no-untyped-call]
+            apply = torch.compiler.disable(apply)
         return apply(a, b)
 
     @classmethod
@@ -368,7 +368,7 @@ class cusparseMM(Applied, InplaceFunction):
 def _spmm_flops(
     crow: torch.Size, col: torch.Size, values: torch.Size, dense: torch.Size, *args: Any, **kwargs: Any
 ) -> int:
-    batch: torch.Size = torch.broadcast_shapes(values[:-1], dense[:-2])  # type: ignore[no-untyped-call]
+    batch: torch.Size = torch.broadcast_shapes(values[:-1], dense[:-2])
     return 2 * col[0] * dense[-1] * batch.numel()
 
 
@@ -419,5 +419,5 @@ def _cusparse_flops(
 
 @register_flop_formula([_ops.csr_sddmm, _ops.cusparse_sddmm])
 def _sddmm_flops(crow: torch.Size, col: torch.Size, a: torch.Size, b: torch.Size, *args: Any, **kwargs: Any) -> int:
-    batch: torch.Size = torch.broadcast_shapes(a[:-2], b[:-2])  # type: ignore[no-untyped-call]
+    batch: torch.Size = torch.broadcast_shapes(a[:-2], b[:-2])
     return 2 * col[0] * a[-1] * batch.numel()

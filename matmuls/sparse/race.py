@@ -24,7 +24,7 @@ def race(
     runs = {DEFAULT: default, **{name: run for name, run in found.items() if run is not None}}
 
     def time(names: list[str], rounds: int) -> dict[str, float]:
-        with torch.cuda.device_of(b):  # type: ignore[no-untyped-call]
+        with torch.cuda.device_of(b):
             timings = time_warm([runs[name] for name in names], b.device.type, rounds)
         return {name: timing.seconds for name, timing in zip(names, timings, strict=True)}
 

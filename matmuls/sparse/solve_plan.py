@@ -22,7 +22,7 @@ _versions = itertools.count(1)  # of values, in the whole process
 
 def _is_traced() -> bool:
     """True where a number given to an operator may be recorded as a constant."""
-    return torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack() > 0
+    return torch._C._is_tracing() or torch._C._len_torch_dispatch_stack() > 0
 
 
 class SolvePlan:
@@ -73,8 +73,9 @@ class SolvePlan:
 
     def _version(self, values: torch.Tensor | None) -> int:
         """A number that the values alone have, given or A's; 0 if a write to them cannot be noticed."""
-        own = None if values is not None else self.a._prepared
+        own = None
         if values is None:
+            own = self.a._prepared
             values = own.values if own.source is None else own.source
         if is_transformed() or _is_traced() or values.is_inference():
             return 0

@@ -141,7 +141,7 @@ def pattern_alone(name: str, a: torch.Tensor, wait: bool = True, copied: bool = 
     return _known_or_made(_known, name, a, offsets, inner, make, wait)
 
 
-def entries_of(name: str, a: torch.Tensor) -> tuple[CsrPattern, torch.Tensor] | None:
+def entries_of(name: str, a: object) -> tuple[CsrPattern, torch.Tensor] | None:
     """For a sum over the nonzeros: the pattern of an uncoalesced COO matrix whose nonzeros are its entries, and their
     values as they are; None if the entries must be added up first: on a GPU, and for their gradient."""
     if not isinstance(a, torch.Tensor) or a.layout != torch.sparse_coo or a.is_coalesced() or not a.is_cpu:
@@ -162,7 +162,7 @@ def _known_or_made(
     wait: bool,
 ) -> CsrPattern:
     key = _key_of(offsets, inner)
-    entry = known.get(a)  # type: ignore[no-untyped-call]  # it keeps the indices alive, so no others have their address
+    entry = known.get(a)  # it keeps the indices alive, so no others have their address
     if entry is not None and entry[0] == key and entry[1].is_checked:  # else another thread's check runs on its stream
         pattern: CsrPattern = entry[1]
         if offsets.device.type == "cpu" and (not wait or a.layout != torch.sparse_csr):
@@ -200,7 +200,7 @@ def values_of(a: torch.Tensor) -> torch.Tensor:
 
 def _added_up(a: torch.Tensor) -> torch.Tensor | None:
     """The values of an uncoalesced COO matrix whose pattern is known; None if it is not."""
-    entry = _known.get(a)  # type: ignore[no-untyped-call]
+    entry = _known.get(a)
     if entry is None or entry[1].nonzero_of_entries is None or entry[0] != _key_of(a._indices(), a._indices()):
         return None
     with torch.inference_mode(False), torch.no_grad():
@@ -223,7 +223,8 @@ def _from_coo(name: str, a: torch.Tensor, *_: torch.Tensor) -> CsrPattern:
     if not a.is_cpu or is_transformed():
         row, col = a.detach().coalesce().indices()
         return from_entries(name, row.contiguous(), col.contiguous(), shape)
-    row, col, nonzero = coalesced(*indices.detach().contiguous(), shape)
+    rows, columns = indices.detach().contiguous()
+    row, col, nonzero = coalesced(rows, columns, shape)
     made = from_entries(name, row, col, shape)
     made.nonzero_of_entries = nonzero
     return made

@@ -398,3 +398,12 @@ def test_a_copy_and_a_signature():
     assert inspect.signature(other.forward) == signature
     handle.undo()
     assert "forward" not in vars(model)
+
+
+def test_a_layer_with_a_module_that_is_none_is_left():
+    model = model_of("bert")
+    model.encoder.layer[0].attention.register_module("adapter", None)
+    handle = optimize(model)
+    assert handle.left["encoder.layer.0"] == "BertLayer (its adapter is None)"
+    assert list(handle.layers) == ["encoder.layer.1"]
+    assert verify(model, batch_of(model)).hidden_states < 1e-5

@@ -205,7 +205,7 @@ MAY_IMPORT = {
     "integrations.transformers.families": set(),
     "integrations.transformers.rotary": set(),
     "integrations.transformers.relative": {"integrations.transformers"},
-    "integrations.transformers.plan": {"integrations.transformers"},
+    "integrations.transformers.plan": {"custom_mm", "integrations.transformers"},
     "integrations.transformers.snapshot": {"custom_mm"},
     "integrations.transformers.quantized": {"custom_mm"},
     "integrations.transformers.graphs": {"custom_mm", "integrations.transformers"},
@@ -214,7 +214,7 @@ MAY_IMPORT = {
     "integrations.transformers.replayed": {"custom_mm", "integrations.transformers"},
     "integrations.transformers.segments": {"custom_mm", "integrations.transformers"},
     "integrations.transformers.packed": {"integrations.transformers"},
-    "integrations.transformers.layers": OPERATIONS | {"attention", "integrations.transformers"},
+    "integrations.transformers.layers": OPERATIONS | {"attention", "custom_mm", "integrations.transformers"},
     "integrations.transformers.optimized": {"integrations.transformers"},
     "integrations.transformers.verified": {"integrations.transformers"},
 }

@@ -48,7 +48,7 @@ class Checkpoints:
         if y.requires_grad and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
             made = _Pass()
             self._passes.add(made)
-            y.register_hook(made.end)  # type: ignore[no-untyped-call]
+            y.register_hook(made.end)
 
     def are_open(self) -> bool:
         if not is_backward():  # in which a gradient comes before what it is computed of runs again
@@ -131,7 +131,7 @@ class Adjacency:
         state = version, place_of(weight)
         if weight.requires_grad or weight.dtype != dtype or version < 0:
             return SparsePlan(s, weight.reshape(-1).to(dtype), (s.rows, s.columns))
-        kept: _Kept | None = self._weighted.get(weight)  # type: ignore[no-untyped-call]
+        kept: _Kept | None = self._weighted.get(weight)
         if kept is None or kept.state != state:
             with torch.inference_mode(False), untransformed():
                 values = s.by_rows(weight.detach().reshape(-1)).contiguous()
@@ -149,9 +149,9 @@ def state_of_edges(edges: Tensor) -> tuple[object, ...]:
 def kept_with(kept: WeakIdKeyDictionary, edges: Tensor) -> Any:
     """What is kept with a tensor of edges. In a backward pass a reentrant checkpoint passes on detached tensors: what
     is kept with those that they were detached from."""
-    found = kept.get(edges)  # type: ignore[no-untyped-call]
+    found = kept.get(edges)
     if found is None and is_backward():
-        state, others = state_of_edges(edges), list(kept.items())  # type: ignore[no-untyped-call]
+        state, others = state_of_edges(edges), list(kept.items())
         found = next((x for t, x in others if t.layout == torch.strided and state_of_edges(t) == state), None)
     return found
 
@@ -219,7 +219,7 @@ def product_of_sparse(a: Tensor, x: Tensor, reduce: Any) -> Tensor:
     if a.requires_grad or (a.layout == torch.sparse_coo and not a.is_coalesced()):
         return spmm(a, x, reduce=reduce)
     state = state_of(a)
-    kept: _Kept | None = _sparse.get(a)  # type: ignore[no-untyped-call]
+    kept: _Kept | None = _sparse.get(a)
     if kept is None or kept.state != state:
         kept = _sparse[a] = _Kept(plan(a, tune=False), state)
     return kept.product(x, reduce, lambda _: plan(a, constant=True))
@@ -227,7 +227,7 @@ def product_of_sparse(a: Tensor, x: Tensor, reduce: Any) -> Tensor:
 
 def is_known_sparse(a: Tensor) -> bool:
     """True if the plan of a sparse tensor is made already."""
-    kept = _sparse.get(a)  # type: ignore[no-untyped-call]
+    kept = _sparse.get(a)
     return kept is not None and kept.state == state_of(a)
 
 

@@ -83,9 +83,10 @@ def _replace_functions() -> None:
             modules = list(sys.modules.values())
             _users[original] = [m for m in modules if getattr(m, "__dict__", {}).get(name) is original]
     for original, modules in _users.items():
+        name = original.__name__
         for module in modules:
-            if vars(module).get(original.__name__) is original:
-                _replace(module, original.__name__, _FUNCTIONS[original])
+            if vars(module).get(name) is original:
+                _replace(module, name, _FUNCTIONS[original])
 
 
 def _set_templates(original: Callable[..., Any], layer: MessagePassing, *args: Any, **kwargs: Any) -> None:

@@ -57,7 +57,7 @@ def gcn_norm(
     if not (is_sparse or edge_index.layout == torch.strided) or edge_index.requires_grad or version_of(edge_index) < 0:
         return original(*args)
     state, key = state_of(edge_index) if is_sparse else state_of_edges(edge_index), args[2:]
-    kept = _norms.get(edge_index) if is_sparse else kept_with(_norms, edge_index)  # type: ignore[no-untyped-call]
+    kept = _norms.get(edge_index) if is_sparse else kept_with(_norms, edge_index)
     if kept is None or kept[0] != state:
         kept = _norms[edge_index] = state, {}
     known = kept[1].get(key)

@@ -1,6 +1,5 @@
 """Which models and calls of sentence-transformers are computed without padding, and why others are not."""
 
-from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -62,8 +61,7 @@ def _why_not_transformer(first: Any, wanted: tuple[str, str, str]) -> str | None
 
 
 def _is_changed(module: nn.Module) -> bool:
-    hooks: tuple[OrderedDict[int, Any], ...] = (module._forward_hooks, module._forward_pre_hooks)
-    return any(hooks) or module._compiled_call_impl is not None
+    return bool(module._forward_hooks or module._forward_pre_hooks) or module._compiled_call_impl is not None
 
 
 def why_not_call(inputs: list[Any], pairs: bool, options: dict[str, Any], device: torch.device) -> str | None:

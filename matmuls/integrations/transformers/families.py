@@ -1,8 +1,13 @@
 """The encoder layers that `optimize` knows: where each family keeps the parts of a layer."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, TypeVar
 
 from torch import nn
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,12 @@ VIT = Family(
     down="mlp.fc2",
     norm_first=True,
 )
-SWIGLU = {"up": ("mlp.gate_proj", "mlp.up_proj"), "activation": "mlp.act_fn", "down": "mlp.down_proj", "gated": True}
+SWIGLU: dict[str, Any] = {
+    "up": ("mlp.gate_proj", "mlp.up_proj"),
+    "activation": "mlp.act_fn",
+    "down": "mlp.down_proj",
+    "gated": True,
+}
 DINOV2 = replace(VIT, norms=("norm1", "norm2"), scales=("layer_scale1", "layer_scale2"))
 DINOV2 = replace(DINOV2, other=replace(DINOV2, **SWIGLU))
 CLIP = replace(
@@ -190,6 +200,12 @@ MODELS = {
     "siglip.SiglipVisionModel",
     "whisper.WhisperEncoder",
 }
+
+
+def of_class(function: Callable[[type], T]) -> Callable[[type], T]:
+    """Caches a function of a class. A decorator, because type checkers refuse a class as an argument of what
+    `lru_cache` returns."""
+    return lru_cache(function)
 
 
 def _kind(module: nn.Module) -> str:

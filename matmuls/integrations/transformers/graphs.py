@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 from custom_mm import _C
 

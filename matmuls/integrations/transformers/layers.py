@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from custom_mm.literals import Activation
 from matmuls.attention import reads_strided, shares
 from matmuls.dense import matmul
 from matmuls.inplace import feed_forward_, linear_
@@ -18,7 +19,7 @@ from matmuls.rowwise import layer_norm_, rms_norm_
 from . import quantized, registered, replayed
 from .families import BARE, _kind
 from .packed import unpadded
-from .plan import _Chain, _Plan, _running
+from .plan import _Chain, _Norm, _Plan, _running
 from .rotary import rotate_
 from .segments import Unpackable, _why_not_attention, has_onednn, packed
 
@@ -58,7 +59,7 @@ def _layer(
 ) -> Any:
     """A layer's forward. Writes over hidden_states if `_model` allows it and they are not captured."""
     if args and plan.family.positions and not plan.family.rms:
-        kwargs[plan.family.positions], *args = args
+        kwargs[plan.family.positions], args = args[0], args[1:]
     others = [*args, *(kwargs.get(name) for name in OTHER_INPUTS)]
     others += [attention_mask] if isinstance(attention_mask, tuple) else []  # Gemma3's second argument is another
     if any(x is not None for x in others) or not plan.applies(layer, hidden_states):
@@ -127,7 +128,7 @@ def _feed_forward_(x: Tensor, plan: _Plan, room: int) -> None:
         x.clamp_(-most, most)
 
 
-def _normed(norm: nn.Module, x: Tensor, plan: _Plan) -> Tensor:
+def _normed(norm: _Norm, x: Tensor, plan: _Plan) -> Tensor:
     """A norm of x in new memory."""
     result: Tensor = norm(x) if plan.family.rms is None else _norm_(norm, x.clone(), plan)
     return result
@@ -157,7 +158,7 @@ def _attention(
 
 
 def _planned(
-    attention: nn.Module,
+    attention: Any,
     plan: _Plan,
     hidden_states: Tensor,
     attention_mask: Tensor | None = None,
@@ -195,7 +196,7 @@ def _planned(
         most = plan.room(hidden_states) // (nbytes if strided else 2 * nbytes)
     kwargs |= {"dropout": 0.0, "scaling": plan.scaling()}
     parts = [slice(0, batch)] if most >= batch else list(shares(batch, most))
-    x = None if len(parts) == 1 else hidden_states.new_empty(batch, length, projection.out_features)
+    x: Any = None if len(parts) == 1 else hidden_states.new_empty(batch, length, projection.out_features)
     for part in parts:
         some, mask, into = hidden_states, attention_mask, probabilities
         if x is not None:
@@ -224,7 +225,7 @@ def _planned(
 
 
 def _positioned(
-    heads: Tensor, plan: _Plan, shares_of: tuple[int, ...], turns: tuple[Tensor, Tensor] | None
+    heads: Tensor, plan: _Plan, shares_of: tuple[int, ...], turns: Sequence[Tensor] | None
 ) -> Sequence[Tensor]:
     """q, k and v of their heads [B, H + 2 h, S, D], q and k normed and rotated in place."""
     q, k, v = heads.split(shares_of, 1)
@@ -258,7 +259,7 @@ def _heads(x: Tensor, plan: _Plan) -> Tensor:
     return x.view(*x.shape[:2], -1, plan.head_size).transpose(1, 2)
 
 
-def _together(parameters: list[Tensor]) -> Tensor | None:
+def _together(parameters: Sequence[Tensor]) -> Tensor | None:
     """The combined tensor of parameters that `_lay_together` has moved, or None if they have been separated again."""
     first, start = parameters[0], parameters[0].data_ptr()
     end = start
@@ -272,16 +273,17 @@ def _together(parameters: list[Tensor]) -> Tensor | None:
     return first.as_strided((sum(map(len, parameters)), *first.shape[1:]), first.stride())
 
 
-def _linear(x: Tensor, linear: nn.Linear, activation: str | None = None) -> Tensor:
+def _linear(x: Tensor, linear: nn.Linear, activation: Activation | None = None) -> Tensor:
     return _product(x, linear.weight, linear.bias, activation)
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None = None) -> Tensor:
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation | None = None) -> Tensor:
     """activation(x weight^T + bias). With packed tokens on a CPU oneDNN computes it, in 0.93 of MKL's time, and 0.87 if
     gelu follows (AMD EPYC of 2022)."""
     if _by_onednn(x):
         name, _, variant = (activation or "none").partition("_")
-        return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, name, [], variant or "none")
+        result: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, name, [], variant or "none")
+        return result
     return matmul(x, weight, transb=True, bias=bias, activation=activation)
 
 
@@ -318,9 +320,9 @@ def _feed_forward(x: Tensor, plan: _Plan) -> Tensor:
     return _linear(torch.mul(inner, gate[0], out=gate[0]) if gate else inner, plan.down)
 
 
-def _ups(plan: _Plan) -> list[tuple[Tensor, Tensor | None, str | None]]:
+def _ups(plan: _Plan) -> list[tuple[Tensor, Tensor | None, Activation | None]]:
     """Weight, bias and epilogue of the products ahead of the activation, and of its gate."""
-    parts = [(m.weight, m.bias) for m in plan.up]
+    parts: list[tuple[Tensor, Tensor | None]] = [(m.weight, m.bias) for m in plan.up]
     if plan.family.gated and len(parts) == 1:
         weight, bias = parts[0]
         biases = (None, None) if bias is None else bias.chunk(2)

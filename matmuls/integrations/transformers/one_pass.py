@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Callable
-from functools import lru_cache
 from inspect import signature
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .embedded import in_one_kernel
-from .families import DECODERS, TEXTS, _kind
+from .families import DECODERS, TEXTS, _kind, of_class
 from .plan import _Chain, _running
 from .segments import Segments, packed
 
@@ -81,7 +80,7 @@ def packed_positions(model: Any, ids: Tensor, columns: Tensor) -> Tensor:
 
 def longest(model: Any) -> int:
     """How many tokens of a text have a position."""
-    embeddings = getattr(model, "embeddings", None)
+    embeddings: Any = getattr(model, "embeddings", None)
     if not hasattr(embeddings, "position_embeddings"):
         return sys.maxsize
     return int(embeddings.position_embeddings.num_embeddings) - numbered_from(embeddings) - 1
@@ -111,7 +110,7 @@ def takes_types(model: Any) -> bool:
     return types is not None and "token_type_ids" in names(type(model))
 
 
-@lru_cache
+@of_class
 def names(model: Any) -> tuple[str, ...]:
     """The names of forward's arguments, in order."""
     return tuple(signature(model.forward).parameters)[1:]

@@ -3,6 +3,7 @@
 import inspect
 import warnings
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -205,15 +206,15 @@ def _install_layers(plans: list[tuple[str, nn.Module, _Plan | str]], handle: Opt
         handle.layers[name] = layer
 
 
-def _install_models(model: nn.Module, handle: Optimized, unpad: bool | None, cuda_graphs: bool) -> None:
+def _install_models(model: nn.Module, handle: Optimized, unpad: bool, cuda_graphs: bool) -> None:
     """Sets the forwards of whole models, and of encoders that make a position bias, around optimized layers."""
     handle._models += _install_encoders(model)
     for whole in [m for m in model.modules() if _kind(m) in MODELS]:
         chain = _Chain.of(whole, unpad, cuda_graphs)
         if chain:
-            signature = inspect.signature(whole.forward)
-            _install(whole, partial(_model, whole, chain))
-            whole.forward.__signature__ = signature  # read by code that forwards arguments
+            forward: Any = partial(_model, whole, chain)
+            forward.__signature__ = inspect.signature(whole.forward)  # read by code that forwards arguments
+            _install(whole, forward)
             handle._models.append(whole)
 
 
@@ -255,7 +256,7 @@ def _install(module: nn.Module, forward: Any) -> None:
     """Sets a forward on this module. torch's data-parallel replicas copy its attributes; they get their class's
     forward."""
     module.forward = forward
-    module._replicate_for_data_parallel = partial(_replica, module)  # type: ignore[assignment]
+    module.__dict__["_replicate_for_data_parallel"] = partial(_replica, module)
 
 
 def _remove(module: nn.Module) -> None:
@@ -264,13 +265,13 @@ def _remove(module: nn.Module) -> None:
 
 
 def _replica(module: nn.Module) -> nn.Module:
-    replica: nn.Module = type(module)._replicate_for_data_parallel(module)  # type: ignore[no-untyped-call]
+    replica: nn.Module = type(module)._replicate_for_data_parallel(module)
     _remove(replica)
     return replica
 
 
 @torch.inference_mode(False)  # parameters created in inference mode can never train
-def _lay_together(parameters: list[Tensor | None]) -> None:
+def _lay_together(parameters: Sequence[Tensor | None]) -> None:
     """Moves parameters of one width next to each other in one storage; they stay the same objects. Skips parameters
     that share memory with others or must not be written to."""
     given = [p for p in parameters if p is not None]

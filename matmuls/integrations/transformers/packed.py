@@ -379,7 +379,8 @@ def _most(chain: _Chain, model: Any, device: torch.device) -> float:
     """Tokens of a step."""
     chunk_bytes = next(iter(chain.plans)).chunk_bytes
     if chunk_bytes is not None:
-        return chunk_bytes / (3 * model.config.hidden_size * model.dtype.itemsize)
+        row: int = 3 * model.config.hidden_size * model.dtype.itemsize
+        return chunk_bytes / row
     return TOKENS if device.type == "cpu" else float("inf")
 
 

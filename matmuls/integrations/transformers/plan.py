@@ -1,17 +1,19 @@
 """Facts about a layer and a model that `optimize` relies on, and the check at each call that they still hold."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as modules_of_all
 from transformers import activations
+
+from custom_mm.literals import Activation
 
 from .families import FAMILIES, Family, _kind
 from .graphs import Graphs
@@ -24,7 +26,7 @@ CHUNK_STATES = 3  # or this multiple of the hidden states: q, k and v in one pie
 PLAIN = (nn.Linear, nn.LayerNorm, nn.Dropout, nn.Identity, nn.ModuleList)  # allowed in a layer, plus transformers' own
 ALREADY = "already optimized"
 TENSORS = (nn.Parameter, Tensor)  # types whose data kernels can read directly
-EPILOGUES = {  # activations in `matmul`'s epilogue; any other is called
+EPILOGUES: dict[type, Activation] = {  # activations in `matmul`'s epilogue; any other is called
     activations.GELUActivation: "gelu",
     activations.NewGELUActivation: "gelu_tanh",
     activations.GELUTanh: "gelu_tanh",
@@ -32,53 +34,68 @@ EPILOGUES = {  # activations in `matmul`'s epilogue; any other is called
 }
 
 
+class _Norm(Protocol):
+    """What layers read of nn.LayerNorm and of transformers' RMS norms, which have another name for eps."""
+
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+
+    def __call__(self, x: Tensor, /) -> Tensor: ...
+
+
+class _Scale(Protocol):
+    """A layer scale of DINOv2."""
+
+    lambda1: Tensor
+
+
 @dataclass(frozen=True, eq=False)
 class _Plan:
     """The parts of a layer, and for each module inside it the place where it must still be."""
 
-    attention: nn.Module
+    attention: Any
     qkv: tuple[nn.Linear, ...]
     projection: nn.Linear
-    norms: tuple[nn.Module, ...]
-    after: tuple[nn.Module, ...]
-    of_heads: tuple[nn.Module, ...]
+    norms: tuple[_Norm, ...]
+    after: tuple[_Norm, ...]
+    of_heads: tuple[_Norm, ...]
     up: tuple[nn.Linear, ...]
     activation: nn.Module
-    epilogue: str | None
+    epilogue: Activation | None
     down: nn.Linear
-    scales: tuple[nn.Module, ...]
+    scales: tuple[_Scale, ...]
     family: Family
     head_size: int
     forward: Callable[..., Any]  # the layer's own
     chunk_bytes: int | None
     inside: tuple[tuple[dict[str, Any], str, nn.Module, type, Callable[..., Any]], ...]
-    weighted: tuple[tuple[dict[str, Tensor | None], str], ...]  # where the weights of its parts are
+    weighted: tuple[tuple[Mapping[str, Tensor | None], str], ...]  # where the weights of its parts are
     methods: tuple[tuple[type, str, FunctionType], ...]  # of transformers' classes
     int8: Int8 | None = None
 
     @classmethod
     def of(cls, layer: nn.Module, family: Family, chunk_bytes: int | None) -> "_Plan | str":
         """The plan, or the reason why there is none."""
+        part: Callable[[str], Any] = layer.get_submodule  # what it is, is checked below
         try:
-            attention = layer.get_submodule(family.attention)
-            activation = layer.get_submodule(family.activation)
+            attention, activation = part(family.attention), part(family.activation)
             qkv = tuple(attention.get_submodule(name) for name in family.qkv)
-            up = tuple(layer.get_submodule(name) for name in family.up)
-            projection, down = (layer.get_submodule(name) for name in (family.projection, family.down))
-            norms = tuple(layer.get_submodule(name) for name in family.norms)
-            scales = tuple(layer.get_submodule(name) for name in family.scales)
-            after = tuple(layer.get_submodule(name) for name in family.after)
+            up = tuple(part(name) for name in family.up)
+            projection, down = part(family.projection), part(family.down)
+            norms = tuple(part(name) for name in family.norms)
+            scales = tuple(part(name) for name in family.scales)
+            after = tuple(part(name) for name in family.after)
             of_heads = tuple(attention.get_submodule(name) for name in family.of_heads)
         except AttributeError as error:
             return cls.of(layer, family.other, chunk_bytes) if family.other else str(error)
         linears = [*qkv, projection, *up, down]
-        inside = tuple(
-            (parent._modules, name, m, type(m), type(m).forward)
-            for parent in layer.modules()
-            for name, m in parent._modules.items()
-        )
         if _is_ours(layer):
             return ALREADY
+        places = [(parent._modules, name, m) for parent in layer.modules() for name, m in parent._modules.items()]
+        inside = tuple((parent, name, m, type(m), type(m).forward) for parent, name, m in places if m is not None)
+        if len(inside) < len(places):
+            return f"its {next(name for _, name, m in places if m is None)} is None"
         if any("forward" in m.__dict__ for m in layer.modules()):
             return "its forward has been replaced"
         normed = norms[1:] if family.norm_first and type(norms[0]) is nn.Identity else norms
@@ -168,7 +185,7 @@ class _Plan:
             torch.is_grad_enabled()
             or modules_of_all._has_any_global_hook()
             or torch.compiler.is_compiling()
-            or torch.jit.is_tracing()
+            or torch._C._is_tracing()
             or (not x.is_meta and torch.is_autocast_enabled(x.device.type))
             or module.training
             or type(module).forward is not self.forward

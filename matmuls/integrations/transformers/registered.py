@@ -155,14 +155,15 @@ def attention_mask(
     return sdpa_mask(**all_of_it | ({} if last else {"allow_is_causal_skip": False}))
 
 
-@torch.compiler.assume_constant_result  # its first call imports a module, which torch.compile does not trace
+# The first call imports a module, which torch.compile does not trace.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch's has no annotations
 def _takes_sdpa_masks(config: type) -> bool:
     return _all_take_sdpa_masks(config)
 
 
 @lru_cache
 def _all_take_sdpa_masks(config: type) -> bool:
-    models = MODEL_MAPPING.get(config, ())
+    models: Any = MODEL_MAPPING.get(config, ())
     models = models if isinstance(models, tuple) else (models,)
     return bool(models) and all(model._supports_sdpa for model in models)
 
@@ -231,7 +232,7 @@ def attention(
     if not wanted:
         if attention_mask is not None and attention_mask.is_floating_point():
             attention_mask = attention_mask.to(query.dtype)
-        traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
+        traced = torch.compiler.is_compiling() or torch._C._is_tracing()
         if not traced and kwargs.get("position_bias") is None and query.size(1) == key.size(1):
             # without the views of sdpa_attention_forward
             return attend_by_torch(query, key, value, attention_mask, dropout, causal, scaling), None

@@ -12,7 +12,7 @@ T is B * S rounded up to few sizes
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from custom_mm import _C
 
 from . import one_pass, registered
 from .families import BARE, BY_COLUMNS, _kind
-from .graphs import Graphs, Tensors, doubled, rounded
+from .graphs import Tensors, doubled, rounded
 from .plan import _Chain
 from .segments import LONGEST_OWN, Segments, _has_varlen, _why_not_attention, moved
 
@@ -99,11 +99,11 @@ class _Padded:
         return one_pass.numbered_from(self.model.embeddings)
 
     def make(self) -> Tensors:
-        ints = {"dtype": torch.int32, "device": self.device}
+        ints: dict[str, Any] = {"dtype": torch.int32, "device": self.device}
         tokens, texts, _ = self.sizes
         inputs = {name: torch.zeros(1, tokens, dtype=torch.int64, device=self.device) for name in self.names}
-        starts = torch.zeros(2, (1 + self.masked) * texts + 1, **ints)  # type: ignore[call-overload]
-        return inputs | {"place": torch.zeros(tokens, **ints), "starts": starts}  # type: ignore[call-overload]
+        starts = torch.zeros(2, (1 + self.masked) * texts + 1, **ints)
+        return inputs | {"place": torch.zeros(tokens, **ints), "starts": starts}
 
     def fill(self, tokens: Tensors, mask: Tensor | None, inputs: Tensors) -> None:
         ids, types = tokens["input_ids"], tokens.get("token_type_ids")
@@ -114,7 +114,7 @@ class _Padded:
         _C.pack_padded(ids, mask, types, self.padding, *packed, inputs["place"], inputs["starts"])
 
     def segments(self, inputs: Tensors) -> Segments:
-        return Segments(*inputs["starts"].unbind(0), self.sizes[2])
+        return Segments(inputs["starts"], self.sizes[2])
 
     def body(self, inputs: Tensors) -> Any:
         given = {name: inputs[name] for name in self.names}
@@ -144,13 +144,14 @@ class _Equal(_Padded):
         return "equal", self.sizes, tuple(self.names)
 
     def segments(self, inputs: Tensors) -> Segments:
-        return Segments(*inputs["starts"].unbind(0), self.length, [(self.length, False, self.batch)], equal=True)
+        return Segments(inputs["starts"], self.length, [(self.length, False, self.batch)], equal=True)
 
 
 def _are_equal(chain: _Chain, batch: int, length: int) -> bool:
     """True from the second batch of such texts on, for a few shapes, if no kernel for packed texts is faster."""
-    graphs, head = cast(Graphs, chain.graphs), max(plan.head_size for plan in chain.plans)
-    shape = batch, length
+    graphs, shape, head = chain.graphs, (batch, length), max(plan.head_size for plan in chain.plans)
+    if graphs is None:
+        return False
     if shape in graphs.equal:
         return True
     if batch * length < EQUAL_FROM or length <= LONGEST_OWN.get(head, 0) or one_pass.window(chain) is not None:
@@ -169,10 +170,12 @@ def _are_equal(chain: _Chain, batch: int, length: int) -> bool:
 def padded(
     model: Any, chain: _Chain, tokens: Tensors, mask: Tensor | None, signature: Hashable = None, short: bool = False
 ) -> Any:
-    """The output for a padded batch, whose mask may hide any tokens; None if its sizes are new. tokens: input_ids
-    [B, S], and token_type_ids or not. signature: that of the call, which `repeated` answers from then on; short: with a
-    tuple."""
-    ids, graphs = tokens["input_ids"], cast(Graphs, chain.graphs)
+    """The output for a padded batch, whose mask may hide any tokens; None if its sizes are new or there are no graphs.
+    tokens: input_ids [B, S], and token_type_ids or not. signature: that of the call, which `repeated` answers from then
+    on; short: with a tuple."""
+    ids, graphs = tokens["input_ids"], chain.graphs
+    if graphs is None:
+        return None
     batch, length = ids.shape
     kind = _Equal if mask is None and _are_equal(chain, batch, length) else _Padded
     passes = kind(model, chain, ids.device, batch, length, mask is not None, "token_type_ids" in tokens, short)
@@ -226,7 +229,7 @@ def _is_watched() -> bool:
     while transformers collects outputs."""
     return (
         torch.is_autocast_enabled("cuda")
-        or torch.jit.is_tracing()
+        or torch._C._is_tracing()
         or torch._C._functorch.peek_interpreter_stack() is not None
         or bool(registered._captured())
         or torch.cuda.is_current_stream_capturing()
@@ -234,9 +237,11 @@ def _is_watched() -> bool:
 
 
 def step(model: Any, chain: _Chain, given: Tensors, texts: Sequence[tuple[int, bool]]) -> Any:
-    """The output for packed texts: arguments of forward [1, T]; None if their sizes are new. With each length goes
-    whether the text begins with a masked token."""
-    size, device = given["input_ids"].size(1), given["input_ids"].device
+    """The output for packed texts: arguments of forward [1, T]; None if their sizes are new or there are no graphs.
+    With each length goes whether the text begins with a masked token."""
+    size, device, graphs = given["input_ids"].size(1), given["input_ids"].device, chain.graphs
+    if graphs is None:
+        return None
     hidden = any(hidden for _, hidden in texts)
     longest = doubled(max(length for length, _ in texts), LONGEST)
     sizes = rounded(size, LONGEST), doubled(len(texts)), longest, hidden
@@ -253,11 +258,11 @@ def step(model: Any, chain: _Chain, given: Tensors, texts: Sequence[tuple[int, b
         inputs["starts"].copy_(moved([starts], device)[0])  # texts without tokens at the end
 
     def body(inputs: Tensors) -> Any:
-        segments = Segments(*inputs["starts"].unbind(0), longest)
+        segments = Segments(inputs["starts"], longest)
         return one_pass.run(model, chain, {name: inputs[name] for name in given}, segments)
 
     def read(x: Tensor, _: Tensors) -> Tensor:
         return x[:, :size].clone()
 
     key = sizes, tuple((name, x.dtype) for name, x in given.items())
-    return chain.graphs.run(key, device, make, fill, body, read)
+    return graphs.run(key, device, make, fill, body, read)

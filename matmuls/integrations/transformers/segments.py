@@ -58,19 +58,18 @@ class Segments:
 
     def __init__(
         self,
-        queries: Tensor,
-        keys: Tensor,
+        starts: Tensor,
         longest: int,
         groups: Sequence[tuple[int, bool, int]] = (),
         columns: Tensor | None = None,
         equal: bool = False,
     ) -> None:
-        """queries, keys: [segments + 1] int32, where each segment begins. groups: length, hidden and number of adjacent
-        equal texts, for attention without a kernel for segments. columns: where the tokens are in the padded batch, for
-        attention that depends on their distance. equal: attention over whole texts is that of a batch of one group, by
-        torch's choice of a kernel."""
-        self.queries, self.keys, self.longest, self.groups = queries, keys, longest, groups
-        self.equal = equal
+        """starts: [2, segments + 1] int32, where the queries and the keys of each segment begin. groups: length, hidden
+        and number of adjacent equal texts, for attention without a kernel for segments. columns: where the tokens are
+        in the padded batch, for attention that depends on their distance. equal: attention over whole texts is that of
+        a batch of one group, by torch's choice of a kernel."""
+        self.queries, self.keys = starts.unbind(0)
+        self.longest, self.groups, self.equal = longest, groups, equal
         self._columns = columns
         self._masks: dict[tuple[int, int | None, bool], Tensor | None] = {}
 
@@ -78,9 +77,9 @@ class Segments:
     def of(cls, texts: Sequence[tuple[int, bool]], columns: Tensor) -> "Segments":
         """The segments of texts whose lengths the host knows; without a kernel for segments, equal adjacent ones are
         computed together."""
-        queries, keys = moved(cls.starts(texts, any(hidden for _, hidden in texts)).unbind(0), columns.device)
+        (starts,) = moved([cls.starts(texts, any(hidden for _, hidden in texts))], columns.device)
         groups = [(*text, len(list(some))) for text, some in groupby(texts)]
-        return cls(queries, keys, max(length for length, _ in texts), groups, columns)
+        return cls(starts, max(length for length, _ in texts), groups, columns)
 
     @staticmethod
     def starts(texts: Sequence[tuple[int, bool]], hidden: bool) -> Tensor:

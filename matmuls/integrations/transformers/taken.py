@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from types import CodeType
 from typing import Any
 
@@ -15,6 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from . import registered
+from .families import of_class
 
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # where transformers' modules look up the function by name
 _COUNTING = "custom_mm_counting"
@@ -180,7 +180,7 @@ def _looking(model: nn.Module) -> Iterator[nn.Module]:
             yield part
 
 
-@lru_cache
+@of_class
 def _looks_it_up(kind: type) -> bool:
     """True if a method of a module's class looks up the attention function in transformers by name."""
     own = [c for c in kind.__mro__ if not c.__module__.startswith("torch.") and c is not PreTrainedModel]

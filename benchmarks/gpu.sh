@@ -74,7 +74,7 @@ distributed() {
   step distributed-tests "$python" -m pytest -m cuda tests/distributed
   step distributed-drawn "${products[@]}" --out "$out/drawn" grid:4096 rmat:22:16
   ((${#files[@]})) && step distributed-rcm "${products[@]}" --reorder rcm --out "$out/rcm" "${files[@]}"
-  step distributed-models torchrun --nproc-per-node="$gpus" benchmarks/distributed_models.py "$out"
+  step distributed-models torchrun --nproc-per-node="$gpus" benchmarks/scripts/distributed_models.py "$out"
 }
 
 for name in $steps; do
@@ -123,15 +123,15 @@ for name in $steps; do
     spmm) spmm ;;
     spmm-pruned) spmm_pruned ;;
     spmm-two-of-four) spmm_two_of_four ;;
-    sparse-linear) step sparse-linear "$python" benchmarks/sparse_linear.py "$out" ;;
-    constant) step constant "$python" benchmarks/constant.py "$out" ;;
-    blocks) step blocks "$python" benchmarks/blocks.py "$out" ;;
+    sparse-linear) step sparse-linear "$python" benchmarks/scripts/sparse_linear.py "$out" ;;
+    constant) step constant "$python" benchmarks/scripts/constant.py "$out" ;;
+    blocks) step blocks "$python" benchmarks/scripts/blocks.py "$out" ;;
     bench-bert) step bench-bert "$python" -m matmuls bench-bert --device cuda --out "$out" ;;
     host-times | masked-choices | encoders | attention-backends | pyg-steps | training-steps | batch-invariance)
-      step "$name" "$python" "benchmarks/${name//-/_}.py" "$out" ;;
-    traffic) step traffic "$python" benchmarks/traffic.py "$out" --minutes 30 --device cuda ;;
+      step "$name" "$python" "benchmarks/scripts/${name//-/_}.py" "$out" ;;
+    traffic) step traffic "$python" benchmarks/scripts/traffic.py "$out" --minutes 30 --device cuda ;;
     sparse-systems)
-      [ -n "${MATRICES:-}" ] && step sparse-systems "$python" benchmarks/sparse_systems.py "$out" "$MATRICES"/*.npz --device cuda ;;
+      [ -n "${MATRICES:-}" ] && step sparse-systems "$python" benchmarks/scripts/sparse_systems.py "$out" "$MATRICES"/*.npz --device cuda ;;
     distributed) distributed ;;
     *) echo "no step named $name" && failed=1 ;;
   esac

@@ -1,7 +1,7 @@
 """Loads sparse matrices for experiments: from a file, or randomly generated.
 
 Files:
-- Matrix Market (.mtx), also compressed (.gz, .bz2);
+- Matrix Market (.mtx) with coordinates, also compressed (.gz, .bz2);
 - METIS graphs (.graph, .metis), also compressed;
 - NumPy's .npz, as written by scipy.sparse.save_npz or with the arrays crow, col, shape and optionally values.
 
@@ -10,7 +10,7 @@ Generated:
 - `grid:SIDE`: 5-point stencil on SIDE x SIDE points;
 - `pruned:ROWSxCOLUMNS:SPARSITY`: a weight with that share of zeros; SPARSITY `2of4`: 2:4 sparsity.
 
-scipy's readers do the parsing where they exist. They trust their input: files are checked before, matrices after.
+scipy reads where it has a reader. What a file may make it allocate is checked before, and the indices after.
 """
 
 import bz2
@@ -30,7 +30,7 @@ import scipy.io  # type: ignore[import-untyped]
 import scipy.sparse  # type: ignore[import-untyped]
 import torch
 
-INT32_MAX, INT64_MAX = 2**31 - 1, 2**63 - 1
+INT32_MAX = 2**31 - 1
 MOST_ROWS, ROWS_AN_ENTRY = 2**27, 16  # limit of rows: 1 GiB of offsets, or 16 per entry
 EXPANDED, RATIO = 64 << 20, 200  # limit of bytes that a compressed file becomes: 64 MiB, or 200 times its own
 CHUNK = 1 << 18  # entries drawn at a time, so that they stay in the caches; even, as two are drawn from one number
@@ -73,57 +73,36 @@ def load(source: str) -> Matrix:
         raise ValueError(f"{source}: {str(error) or type(error).__name__}") from error
 
 
-def _by_rows(name: str, row: Array, col: Array, values: Array | None, shape: tuple[int, int]) -> Matrix:
-    """CSR from entries in any order. Duplicates stay separate; the entries of a row keep their order."""
-    rows, columns = _sizes(shape[0], shape[1], row.size)
-    row, col = _whole("rows", row), _whole("columns", col)
-    if values is not None and values.dtype.kind not in "biuf":
-        raise ValueError(f"expected real values, got {values.dtype}")
-    if col.shape != row.shape or (values is not None and values.shape != row.shape):
-        got = f"{row.size}, {col.size}" + ("" if values is None else f" and values of shape {values.shape}")
-        raise ValueError(f"expected as many rows as columns and values, got {got}")
-    for what, index, size in (("row", row, rows), ("column", col, columns)):
-        if index.size and (index.min() < 0 or index.max() >= size):
-            raise ValueError(f"expected {what}s within {rows} x {columns}, got {index.min()} to {index.max()}, from 0")
-    kept = np.zeros(row.shape, np.int8) if values is None else values.astype(np.float64, copy=False)
-    entries = scipy.sparse.coo_array((kept, (row, col)), shape=shape)
-    entries.has_canonical_format = True  # otherwise tocsr sums duplicates
-    a = entries.tocsr()
-    return _csr(name, a.indptr, a.indices, None if values is None else a.data, shape)
-
-
-def _pattern(name: str, counts: Array, col: Array, shape: tuple[int, int]) -> Matrix:
-    """CSR from the number of entries of each row, and their columns row after row."""
-    _sizes(*shape, col.size)
-    return _csr(name, np.concatenate(([0], np.cumsum(counts))), col, None, shape)
-
-
 def _csr(name: str, crow: Array, col: Array, values: Array | None, shape: tuple[int, int]) -> Matrix:
     dtype = torch.int32 if max(*shape, col.size) < INT32_MAX else torch.int64
     offsets, inner = (torch.from_numpy(x).to(dtype) for x in (crow, col))
     return Matrix(name, offsets, inner, None if values is None else torch.from_numpy(values), shape)
 
 
-def _sizes(rows: int, columns: int, entries: int) -> tuple[int, int]:
-    """Check sizes before the row offsets are allocated: a file of a few bytes may declare any size."""
-    if not 0 <= min(rows, columns) <= max(rows, columns) <= INT64_MAX:
-        raise ValueError(f"expected sizes from 0 to {INT64_MAX}, got {rows} x {columns}")
+def _of_scipy(path: Path, a: Any, pattern: bool = False) -> Matrix:
+    """A matrix of scipy in any format, with its indices checked. Duplicates of coordinates are summed."""
+    if a.dtype.kind not in "biuf":
+        raise ValueError(f"expected real values, got {a.dtype}")
+    if hasattr(a, "check_format"):  # of compressed formats: load_npz does not look at all indices
+        a.check_format(full_check=True)
+        cut = a.format == "bsr" and any(size % block for size, block in zip(a.shape, a.blocksize, strict=True))
+        if cut or (np.diff(a.indptr) < 0).any():  # which it does not check of a matrix without nonzeros
+            raise ValueError(f"expected offsets that do not decrease, of whole blocks of {a.shape}")
+    _check_rows(a.shape[0], a.nnz)
+    a = a.tocsr() if pattern else a.astype(np.float64).tocsr()
+    values = None if pattern else a.data
+    return _csr(_name(path), a.indptr, a.indices, values, a.shape)
+
+
+def _pattern(name: str, counts: Array, col: Array, shape: tuple[int, int]) -> Matrix:
+    """CSR from the number of entries of each row, and their columns row after row."""
+    return _csr(name, np.concatenate(([0], np.cumsum(counts))), col, None, shape)
+
+
+def _check_rows(rows: int, entries: int) -> None:
+    """Check the rows before their offsets are allocated: a file of a few bytes may declare any number."""
     if rows > (most := max(MOST_ROWS, ROWS_AN_ENTRY * entries)):
         raise ValueError(f"expected at most {most} rows of {entries} entries, got {rows}")
-    return rows, columns
-
-
-def _whole(what: str, numbers: Array) -> Array:
-    """One-dimensional numbers as signed integers; ValueError if that would change one."""
-    if numbers.ndim != 1 or numbers.dtype.kind not in "iuf":
-        raise ValueError(f"expected {what} as whole numbers in one dimension, got {numbers.dtype} of {numbers.shape}")
-    if numbers.dtype.kind == "i":
-        return numbers
-    with np.errstate(invalid="ignore"):  # NaN and infinity: rejected below
-        whole = numbers.astype(np.int64, copy=False)
-    if (other := numbers[whole != numbers]).size:
-        raise ValueError(f"expected {what} as whole numbers, got {other[0]}")
-    return whole
 
 
 def _content(path: Path) -> bytes:
@@ -165,160 +144,30 @@ def _name(path: Path) -> str:
     return name if name.isprintable() else ascii(name)[1:-1]  # it is shown, also in plots
 
 
-# Possessive quantifiers (`*+`) never backtrack: one pass over the file, constant memory. Blank lines may appear
-# anywhere after the banner.
-COMMENTS = re.compile(rb"(?:[ \t]*+%.*+\n|[ \t\r]*+\n)*+")  # scipy takes no carriage return before a %
-SIZES = re.compile(rb"[ \t]*+(-?\d++)[ \t]++(-?\d++)(?:[ \t]++(\d++))?+[ \t\r]*+\n")
-BLANK = re.compile(rb"\n[ \t\r]*+(?=\n)")
-REAL = rb"-?+(?:(?:\d++\.?+\d*+|\.\d++)(?:[eE][-+]?+\d++)?+|(?i:inf(?:inity)?+|nan))"
-FIELDS = {"real": REAL, "double": REAL, "integer": rb"-?+\d++", "unsigned-integer": rb"\d++", "pattern": b""}
-SYMMETRIES = "general", "symmetric", "skew-symmetric"
-
-
-@dataclass(frozen=True)
-class _Market:
-    """The parsed header of a Matrix Market file; its entries start at data[begin]."""
-
-    data: bytes
-    form: str
-    field: str
-    symmetry: str
-    shape: tuple[int, int]
-    entries: int
-    begin: int
-
-    @classmethod
-    def of(cls, data: bytes) -> "_Market":
-        banner = data[: data.find(b"\n")].decode("latin-1")
-        words = banner.lower().split()
-        if len(words) != 5 or words[:2] != ["%%matrixmarket", "matrix"]:
-            raise ValueError(f"line 1: expected a Matrix Market banner, got {banner[:60]!r}")
-        form, field, symmetry = words[2:]
-        if form not in ("coordinate", "array") or (form, field) == ("array", "pattern"):
-            raise ValueError(f"line 1: expected coordinates, or an array of numbers, got {form} {field}")
-        if field not in FIELDS or symmetry not in SYMMETRIES:
-            raise ValueError(f"line 1: expected a real matrix, general or symmetric, got {field} {symmetry}")
-        if (field, symmetry) == ("unsigned-integer", "skew-symmetric"):
-            raise ValueError(f"line 1: expected numbers that have a negative of a {symmetry} matrix, got {field}")
-        begin = _end(COMMENTS, data, len(banner) + 1)
-        sizes, where = SIZES.match(data, begin), _line(data, begin)
-        if sizes is None or (sizes[3] is None) != (form == "array"):
-            expected = "rows and columns, and the number of entries of coordinates alone"
-            raise ValueError(f"{where}: expected {expected}, got {_shown(data, begin)}")
-        rows, columns = int(sizes[1]), int(sizes[2])
-        if symmetry != "general" and rows != columns:
-            raise ValueError(f"{where}: expected a {symmetry} matrix to be square, got {rows} x {columns}")
-        stored = {"general": rows * columns, "symmetric": rows * (rows + 1) // 2}.get(symmetry, rows * (rows - 1) // 2)
-        entries = stored if form == "array" else int(sizes[3])
-        return cls(data, form, field, symmetry, _sizes(rows, columns, entries), entries, sizes.end())
-
-    def check_entries(self) -> None:
-        """Check that there is one entry per line and as many as declared, before memory is allocated for them.
-
-        scipy accepts a number followed by other characters and skips the rest of the line; a NUL byte crashes it.
-        """
-        data = self.data
-        parts = [FIELDS[self.field]] if self.form == "array" else [rb"\d++", rb"\d++", FIELDS[self.field]]
-        entry = rb"[ \t]*+" + rb"[ \t]++".join(part for part in parts if part)
-        end = _end(re.compile(rb"(?:(?:" + entry + rb")?+[ \t\r]*+\n)*+"), data, self.begin)
-        if end < len(data):
-            expected = "" if self.form == "array" else "row and column" + (" and " if FIELDS[self.field] else "")
-            expected += f"a number of field {self.field}" if FIELDS[self.field] else ""
-            raise ValueError(f"{_line(data, end)}: expected {expected} on a line, got {_shown(data, end)}")
-        count = data.count(NEWLINE, self.begin)
-        if self.form == "array" or count != self.entries:  # scipy checks the count of coordinates, not of arrays
-            count -= len(BLANK.findall(data, self.begin - 1))
-        if count != self.entries:
-            raise ValueError(f"expected {self.entries} entries of {sum(map(bool, parts))} numbers, got {count}")
-
-
-def _end(pattern: re.Pattern[bytes], data: bytes, begin: int) -> int:
-    found = pattern.match(data, begin)
-    return found.end() if found else begin
-
-
-def _line(data: bytes, at: int) -> str:
-    return f"line {data.count(NEWLINE, 0, at) + 1}"
-
-
-def _shown(data: bytes, at: int) -> str:
-    return repr(data[at : at + 60].partition(NEWLINE)[0].decode("latin-1"))
-
-
 def read_matrix_market(path: Path) -> Matrix:
-    """Read coordinate or array; real, integer, unsigned-integer or pattern; general, symmetric or skew-symmetric."""
-    data = _content(path)
-    market = _Market.of(data if data.endswith(NEWLINE) else data + NEWLINE)
-    market.check_entries()
-    if market.entries == 0:  # an empty array crashes scipy
-        a = scipy.sparse.coo_array(market.shape)
-    else:
-        banner = b"%%MatrixMarket"  # the only spelling that scipy accepts
-        data = market.data if market.data.startswith(banner) else market.data.lstrip()
-        if not data.startswith(banner):
-            data = banner + data[len(banner) :]
-        a = scipy.sparse.coo_array(scipy.io.mmread(io.BytesIO(data)))
-    if market.symmetry == "skew-symmetric" and (rows := a.row[(a.row == a.col) & (a.data != 0)]).size:
-        raise ValueError(
-            f"expected a skew-symmetric matrix to have a diagonal of 0, got another number in row {rows[0] + 1}"
-        )
-    values = None if market.field == "pattern" else a.data
-    return _by_rows(_name(path), a.row, a.col, values, market.shape)
-
-
-SCIPYS = {  # the integer arrays that scipy.sparse.save_npz writes for each format
-    "csr": ("indices", "indptr"),
-    "csc": ("indices", "indptr"),
-    "bsr": ("indices", "indptr"),
-    "coo": ("row", "col"),
-    "dia": ("offsets",),
-}
-
-
-NPZ = "the arrays of scipy.sparse.save_npz, or crow, col, shape and optionally values"
+    """Read coordinates of real numbers, as scipy.io.mmread does."""
+    data = _content(path) + NEWLINE  # without one at the end scipy reads beyond it
+    rows, _columns, entries, form, field, _symmetry = scipy.io.mminfo(io.BytesIO(data))
+    if form != "coordinate" or b"\0" in data:  # scipy writes past the end of an array with too many numbers
+        got = "a NUL byte" if form == "coordinate" else form
+        raise ValueError(f"expected coordinates in a text file, got {got}")
+    if entries > data.count(NEWLINE):  # scipy allocates what the header declares
+        raise ValueError(f"expected {entries} entries, a line each, got {data.count(NEWLINE)} lines")
+    _check_rows(rows, entries)
+    return _of_scipy(path, scipy.sparse.coo_array(scipy.io.mmread(io.BytesIO(data))), pattern=field == "pattern")
 
 
 def read_npz(path: Path) -> Matrix:
     _check_archive(path)
     with np.load(path, allow_pickle=False) as file:
-
-        def part(name: str) -> Array:
-            if name not in file:
-                given = ", ".join(map(repr, sorted(file)[:8])) or "no array"
-                raise ValueError(f"expected {NPZ}, got {given}: {name} is missing")
-            array: Array = file[name]
-            return array
-
-        sizes = _whole("sizes", part("shape"))
-        if sizes.size != 2:
-            raise ValueError(f"expected a shape of two sizes, got {sizes[:8].tolist()}")
-        ours = "crow" in file
-        data = part("col" if ours else "data")
-        rows, columns = shape = _sizes(*sizes.tolist(), data.size)
-        if ours:
-            counts = np.diff(_offsets(part("crow"), rows, data.size, data.size))
-            return _by_rows(_name(path), np.repeat(np.arange(rows), counts), data, file.get("values"), shape)
-        form = part("format").item()
-        form = form.decode() if isinstance(form, bytes) else str(form)
-        if form not in SCIPYS:
-            raise ValueError(f"expected {', '.join(SCIPYS)}, got {form[:20]!r}")
-        parts = {name: _whole(name, part(name)) for name in SCIPYS[form]}
-    if data.dtype.kind not in "biuf":
-        raise ValueError(f"expected real values, got {data.dtype}")
-    # scipy does not check offsets and block sizes, and narrows the offsets of diagonals to int32
-    height, width = data.shape[1:] if form == "bsr" and data.ndim == 3 else (int(form != "bsr"), 1)
-    if min(height, width) < 1 or rows % height or columns % width:
-        raise ValueError(f"expected blocks that {rows} x {columns} can be cut into, got data of {data.shape}")
-    if "indptr" in parts:
-        count = parts["indices"].size
-        _offsets(parts["indptr"], columns if form == "csc" else rows // height, 0, count)
-    if form == "dia" and (far := [x for x in parts["offsets"].tolist() if abs(x) > max(INT32_MAX, rows, columns)]):
-        raise ValueError(f"expected diagonals of {rows} x {columns}, got {far[0]}")
-    a = scipy.sparse.load_npz(path)
-    if "indptr" in parts:
-        a.check_format(full_check=True)  # tocoo does not check indices
-    a = a.tocoo()
-    return _by_rows(_name(path), a.row, a.col, a.data, shape)
+        if "crow" not in file and "format" not in file:
+            needed = "the arrays of scipy.sparse.save_npz, or crow, col, shape and optionally values"
+            raise ValueError(f"expected {needed}, got {', '.join(file)}")
+        if "crow" not in file:
+            return _of_scipy(path, scipy.sparse.load_npz(path))
+        crow, col, shape = file["crow"], file["col"], tuple(file["shape"].tolist())
+        values = file.get("values", np.ones(col.shape, np.int8))
+        return _of_scipy(path, scipy.sparse.csr_array((values, col, crow), shape), pattern="values" not in file)
 
 
 def _check_archive(path: Path) -> None:
@@ -345,77 +194,35 @@ def _check_npy(file: IO[bytes], most: int) -> None:
         raise ValueError(f"expected at most {most} bytes in an array, got one of {shape}, {dtype}")
 
 
-def _offsets(offsets: Array, outer: int, least: int, most: int) -> Array:
-    """Check compressed offsets of `outer` rows or columns: from 0, not decreasing, the last in [least, most]."""
-    offsets = _whole("offsets", offsets)
-    if (
-        offsets.shape != (outer + 1,)
-        or offsets[0] != 0
-        or not least <= offsets[-1] <= most
-        or (offsets[1:] < offsets[:-1]).any()
-    ):
-        raise ValueError(f"expected {outer + 1} offsets that do not decrease, from 0 to {most}")
-    return offsets
-
-
 def read_metis(path: Path) -> Matrix:
     """Read a METIS graph: one line of neighbours per vertex, numbered from 1.
 
     The edge weights become the values; the vertex weights are ignored.
     """
-    counts, numbers = _words(METIS_COMMENTS.sub(b"", _content(path)))
-    header = numbers[: counts[0] if counts.size else 0]
-    vertices, edges, *options = _whole("sizes", header).tolist()
+    header, *lines = METIS_COMMENTS.sub(b"", _content(path)).split(b"\n")
+    vertices, edges, *options = map(int, header.split())
     form = f"{options[0] if options else 0:03d}"
-    if not re.fullmatch("[01]{3}", form):
-        raise ValueError(f"expected a format of up to three digits, 0 or 1, got {form}")
-    weights = options[1] if len(options) > 1 else int(form[1])
-    skipped, step = int(form[0]) + weights, 2 if form[2] == "1" else 1
-    lines, own = counts.size - 1, counts[1 : max(vertices, 0) + 1]
-    if own.size != vertices or counts[vertices + 1 :].any():
-        raise ValueError(f"expected a line for each of {vertices} vertices, got {lines}")
-    if weights < 0 or (own < skipped).any() or ((own - skipped) % step).any():
-        got = (own[:8] - skipped).tolist()
-        raise ValueError(f"expected lines of {skipped} numbers and then {step} an edge, got {got} after those")
-    flat = numbers[header.size :]
-    if skipped:
-        flat = flat[np.arange(flat.size) - np.repeat(np.cumsum(own) - own, own) >= skipped]
-    flat, counts = flat.reshape(-1, step), own - skipped
+    skipped, step = int(form[0]) + (options[1] if len(options) > 1 else int(form[1])), 2 if form[2] == "1" else 1
+    counts = np.array([len(line.split()) for line in lines], np.int64)
+    if not 0 <= vertices <= counts.size or counts[vertices:].any():
+        raise ValueError(f"expected a line for each of {vertices} vertices, got {counts.size}")
+    counts = counts[:vertices] - skipped
+    if counts.size and (counts.min() < 0 or (counts % step).any()):
+        raise ValueError(f"expected lines of {skipped} numbers and then {step} an edge, got {counts[:8].tolist()}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of a word that is no number; since numpy 2.3 an exception
+        numbers = np.fromstring(b" ".join(lines), sep=" ")
+    begins = np.cumsum(counts + skipped) - counts  # where the edges of each line are
+    places = np.repeat(begins - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
+    flat = numbers[places].reshape(-1, step)
     if len(flat) != 2 * edges:
         raise ValueError(f"expected {edges} edges, each at both of its ends, got {len(flat)} ends")
-    row = np.repeat(np.arange(vertices), counts // step)
-    col = _whole("neighbours", flat[:, 0]) - 1
-    return _by_rows(_name(path), row, col, flat[:, 1] if step == 2 else None, (vertices, vertices))
+    row, col = np.repeat(np.arange(vertices), counts // step), flat[:, 0].astype(np.int64) - 1
+    values = flat[:, 1] if step == 2 else np.ones(len(flat), np.int8)
+    return _of_scipy(path, scipy.sparse.coo_array((values, (row, col)), (vertices, vertices)), pattern=step == 1)
 
 
 METIS_COMMENTS = re.compile(rb"^%[^\n]*+\n?+", re.MULTILINE)
-PIECE = 1 << 22  # bytes of text whose words are found together, in arrays of 20 times their size
-WORD = re.compile(rb"[^ \t-\r]++")
-
-
-def _words(text: bytes) -> tuple[Array, Array]:
-    """How many numbers each line has, and all numbers as float64."""
-    counts, numbers, begin = [np.zeros(0, np.int64)], [np.zeros(0)], 0
-    while begin < len(text):
-        end = text.find(NEWLINE, begin + PIECE) + 1 or len(text)
-        piece = text[begin:end] if text.endswith(NEWLINE) or end < len(text) else text[begin:end] + NEWLINE
-        begin = end
-        data = np.frombuffer(piece, np.uint8)
-        begins = (data != 32) & ((data < 9) | (data > 13))  # no white space
-        begins[1:] &= ~begins[:-1]  # numpy copies what it reads and writes
-        places = np.flatnonzero(begins)
-        counts.append(np.diff(np.searchsorted(places, np.flatnonzero(data == NEWLINE[0])), prepend=0))
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")  # of a word that is no number; since numpy 2.3 an exception
-            try:
-                found = np.fromstring(piece, sep=" ") if places.size else np.zeros(0)
-            except (ValueError, DeprecationWarning):
-                found = None
-        if found is None or found.size != places.size:
-            wrong = next((w for w in WORD.findall(piece) if not re.fullmatch(rb"[+-]?+" + REAL, w)), b"")
-            raise ValueError(f"expected numbers, got {wrong[:20].decode('latin-1')!r}")
-        numbers.append(found)
-    return np.concatenate(counts), np.concatenate(numbers)
 
 
 def _numbers(source: str, pattern: str, form: str) -> list[int]:

@@ -124,7 +124,6 @@ def test_candidates_without_a_time_have_their_reason(capsys):
 @pytest.fixture
 def drawn(monkeypatch):
     """The figures that were finished, with their captions, which are written as well."""
-    pytest.importorskip("matplotlib")
     kept, finish = [], figures.finish
 
     def keep(figure, path, caption, **options):

@@ -182,7 +182,6 @@ def test_plots_have_title_labels_machine_and_a_line_at_one(made):
 
 
 def test_drawing_is_reproducible_and_holds_its_data(made, tmp_path):
-    pytest.importorskip("matplotlib")
     kinds = {}
     for plot in made.plots.values():
         kinds.setdefault(plot.panels[0].kind, plot)
@@ -197,7 +196,6 @@ def test_drawing_is_reproducible_and_holds_its_data(made, tmp_path):
 
 
 def test_what_is_drawn_has_the_labels(monkeypatch, tmp_path):
-    pytest.importorskip("matplotlib")
     drawn = []
     monkeypatch.setattr(figures, "finish", lambda figure, *args, **kwargs: drawn.append((figure, args)))
     panels = [

@@ -44,7 +44,6 @@ def test_spmm_measures_checks_and_writes(tmp_path):
         assert case.backward_mib["plan"] > 0
         assert 5 <= case.calls <= 50
         assert case.pays_back > 0 < case.plan_us
-    pytest.importorskip("matplotlib")
     assert (tmp_path / "out/spmm-cpu.png").stat().st_size > 5000
 
 
@@ -110,7 +109,7 @@ def test_results_before_an_unreadable_file_are_kept(tmp_path):
     named = "grid:8", str(tmp_path / "bad.mtx")
     run = matmuls("spmm", *named, "--n", "4", "--device", "cpu", "--out", str(tmp_path / "out"))
     assert run.returncode == 2
-    assert "expected a Matrix Market banner" in run.stderr
+    assert "Not a Matrix Market file" in run.stderr
     assert "grid:8" in run.stdout
     result = json.loads((tmp_path / "out/spmm-cpu.json").read_text())
     assert not result["environment"]["complete"]
@@ -122,7 +121,7 @@ def test_a_file_without_the_arrays_of_a_matrix_is_named(tmp_path):
     run = matmuls("spmm", str(tmp_path / "arr.npz"), "--device", "cpu")
     expected = "expected the arrays of scipy.sparse.save_npz, or crow, col, shape and optionally values"
     assert (run.returncode, run.stdout) == (2, "")
-    assert run.stderr == f"matmuls: {tmp_path / 'arr.npz'}: {expected}, got 'arr_0': shape is missing\n"
+    assert run.stderr == f"matmuls: {tmp_path / 'arr.npz'}: {expected}, got arr_0\n"
 
 
 def test_progress_of_a_case_comes_in_parts(tmp_path):

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from matmuls_cli.screen import console, errors, fail, missing
+from matmuls_cli.screen import console, errors, fail
 
 
 def report(
@@ -26,8 +26,6 @@ def report(
         found = made.stale() if check else made.write(redraw)
     except (OSError, ValueError) as error:
         raise fail(str(error)) from None
-    except ImportError as error:
-        raise fail(missing(error)) from None
     for path in found:
         (errors if check else console).print(
             f"{path} {'is out of date; run: matmuls report' if check else 'written'}", highlight=False, soft_wrap=True

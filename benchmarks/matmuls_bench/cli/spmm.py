@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from matmuls_cli.options import DeviceOption, check_dtype, pick_device, pick_dtype
-from matmuls_cli.screen import Steps, console, errors, fail, line, may_be_stopped, missing, need_writable
+from matmuls_cli.screen import Steps, console, errors, fail, line, may_be_stopped, need_writable
 
 from . import spmm_distributed
 
@@ -119,18 +119,13 @@ def _widths(n: str) -> list[int]:
 
 
 def _write(path: Path, cases: list[Any], device: str, sweep: bool, complete: bool) -> None:
-    """The results as JSON, and as a plot if matplotlib is installed."""
+    """The results as JSON and as a plot."""
     from .. import spmm as e
     from ..machine import environment
 
     e.save(path, cases, device, complete=complete)
-    written = [path]
-    try:
-        e.plot(path.with_suffix(".png"), cases, sweep, environment(device))
-        written.append(path.with_suffix(".png"))
-    except ImportError as error:
-        errors.print(f"no plot: {missing(error)}")
-    console.print(f"written: {', '.join(map(str, written))}")
+    e.plot(path.with_suffix(".png"), cases, sweep, environment(device))
+    console.print(f"written: {path}, {path.with_suffix('.png')}")
 
 
 def show_spmm(cases: list[Any]) -> None:

@@ -31,6 +31,12 @@ def timing_of(seconds: list[float]) -> Timing:
     return Timing(median, (high - low) / median, min(seconds))
 
 
+def in_turns(count: int, rounds: int) -> Iterator[int]:
+    """Which rival is next, in rounds that alternate: 0 1, 1 0, 0 1 and so on."""
+    for n in range(rounds):
+        yield from range(count) if n % 2 == 0 else reversed(range(count))
+
+
 def l2_bytes(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).L2_cache_size
 
@@ -90,15 +96,14 @@ def time_on_gpu(rivals: Sequence[Sequence[Run]], budget: float = 0.4, restore: R
     torch.cuda.synchronize()
     one_round = max(start.elapsed_time(end) / 1e3, 1e-5)
     rounds = int(min(200, max(20, budget * len(rivals) / one_round)))
-    events = [[(event(), event()) for _ in graphs] for _ in range(rounds)]
-    for n, pairs in enumerate(events):
-        order = range(len(graphs)) if n % 2 == 0 else reversed(range(len(graphs)))
-        for i in order:
-            replay(i, *pairs[i])
+    events = [[(event(), event()) for _ in range(rounds)] for _ in graphs]
+    unused = [iter(pairs) for pairs in events]
+    for i in in_turns(len(graphs), rounds):
+        replay(i, *next(unused[i]))
     torch.cuda.synchronize()
     return [
-        timing_of([pairs[i][0].elapsed_time(pairs[i][1]) / 1e3 / len(calls) for pairs in events])
-        for i, calls in enumerate(rivals)
+        timing_of([start.elapsed_time(end) / 1e3 / len(calls) for start, end in pairs])
+        for pairs, calls in zip(events, rivals, strict=True)
     ]
 
 
@@ -109,16 +114,15 @@ def time_warm(rivals: Sequence[Run], device: str, rounds: int = 3, *, own_before
     """
     seconds: list[list[float]] = [[] for _ in rivals]
     events: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in rivals]
-    for n in range(rounds):
-        for i in range(len(rivals)) if n % 2 == 0 else reversed(range(len(rivals))):
-            for _ in range(own_before):
-                rivals[i]()
-            if device == "cuda":
-                events[i].append(_around_two(rivals[i]))
-            else:
-                begin = time.perf_counter()
-                rivals[i]()
-                seconds[i].append(time.perf_counter() - begin)
+    for i in in_turns(len(rivals), rounds):
+        for _ in range(own_before):
+            rivals[i]()
+        if device == "cuda":
+            events[i].append(_around_two(rivals[i]))
+        else:
+            begin = time.perf_counter()
+            rivals[i]()
+            seconds[i].append(time.perf_counter() - begin)
     if device == "cuda":
         torch.cuda.current_stream().synchronize()
         seconds = [[start.elapsed_time(end) / 2e3 for start, end in pairs] for pairs in events]

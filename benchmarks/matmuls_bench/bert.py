@@ -7,7 +7,6 @@ each way's last hidden states compared with float32 eager attention in the same 
 
 import copy
 import gc
-import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from matmuls import attention, files
+from matmuls import attention
 
 from . import machine, timing
 
@@ -278,5 +277,5 @@ def _error(truth: Any, model: Any, implementation: str, inputs: dict[str, Tensor
 def save(path: Path, rows: list[Row], device: str, *, complete: bool = True) -> None:
     import transformers
 
-    facts = machine.environment(device) | {"transformers": transformers.__version__, "complete": complete}
-    files.write(path, json.dumps({"environment": facts, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+    facts = {"transformers": transformers.__version__, "complete": complete}
+    machine.save(path, device, facts, rows=[asdict(row) for row in rows])

@@ -1,10 +1,12 @@
 """The machine of a measurement: its roofs, and its versions as the result files record them."""
 
+import json
 import os
 import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -14,6 +16,7 @@ from typing import Any
 import torch
 
 import custom_mm
+from matmuls import files
 
 from . import timing
 from .table import Draw
@@ -61,12 +64,19 @@ def environment(device: str) -> dict[str, Any]:
     """The machine, versions, command and commit of a measurement."""
     # an installed copy may lie in another repository
     ours = _git("ls-files", "--error-unmatch", Path(__file__).name) is not None
-    changes = _git("status", "--porcelain", "--", ":/src", ":/custom_mm", ":/matmuls") if ours else None
+    sources = ":/src", ":/custom_mm", ":/matmuls", ":/benchmarks/matmuls_bench"
+    changes = _git("status", "--porcelain", "--", *sources) if ours else None
     processes = os.environ.get("LOCAL_WORLD_SIZE")  # set by torchrun
-    launcher = ["torchrun", f"--nproc-per-node={processes}", "-m"] if processes else []
+    script = Path(sys.argv[0])
+    if script.parent.name == "scripts":
+        arguments = [Path(a).name if Path(a).is_absolute() else a for a in sys.argv[1:]]
+        program = [*([] if processes else ["python"]), f"benchmarks/scripts/{script.name}", *arguments]
+    else:
+        program = [*(["-m"] if processes else []), "matmuls", *sys.argv[1:]]
+    launcher = ["torchrun", f"--nproc-per-node={processes}"] if processes else []
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join([*launcher, "matmuls", *sys.argv[1:]]),
+        "command": shlex.join([*launcher, *program]),
         "commit": os.environ.get("MATMULS_COMMIT") or (_git("rev-parse", "HEAD") if ours else None),
         "modified": None if changes is None else bool(changes),
         "device": torch.cuda.get_device_name() if device == "cuda" else _cpu(),
@@ -75,6 +85,12 @@ def environment(device: str) -> dict[str, Any]:
         "build": custom_mm.build_info(),
         "driver": _driver() if device == "cuda" else None,
     }
+
+
+def save(path: Path, device: str, facts: Mapping[str, object] | None = None, **parts: object) -> None:
+    """Write a result file: the environment, with these facts of the run added, and the parts by their names."""
+    content = {"environment": environment(device) | dict(facts or {}), **parts}
+    files.write(path, json.dumps(content, indent=1, default=float) + "\n")
 
 
 def _cpu() -> str:

@@ -6,11 +6,22 @@
 import gc
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from matmuls.timing import Run, Timing, graph_of, l2_bytes, peak_memory, time_on_gpu, time_warm, timing_of, uncollected
+from matmuls.timing import (
+    Run,
+    Timing,
+    graph_of,
+    in_turns,
+    l2_bytes,
+    peak_memory,
+    time_on_gpu,
+    time_warm,
+    timing_of,
+    uncollected,
+)
 
 __all__ = [
     "Run",
@@ -19,6 +30,8 @@ __all__ = [
     "graph_of",
     "l2_bytes",
     "peak_memory",
+    "rounds_of",
+    "seconds_of",
     "time_as_called",
     "time_of_host",
     "time_of_whole",
@@ -53,16 +66,14 @@ def time_on_cpu(rivals: Sequence[Sequence[Run]], budget: float = 0.4, restore: R
     repeats = 1 if restore else max(1, int(2e-3 / max(one_round, 1e-7)))
     rounds = int(min(100, max(5, budget * len(rivals) / (max(one_round, 1e-6) * repeats))))
     seconds: list[list[float]] = [[] for _ in rivals]
-    for n in range(rounds):
-        order = range(len(rivals)) if n % 2 == 0 else reversed(range(len(rivals)))
-        for i in order:
-            calls = rivals[i]
-            if restore:
-                restore()
-            begin = time.perf_counter()
-            for k in range(repeats):
-                calls[k % len(calls)]()
-            seconds[i].append((time.perf_counter() - begin) / repeats)
+    for i in in_turns(len(rivals), rounds):
+        calls = rivals[i]
+        if restore:
+            restore()
+        begin = time.perf_counter()
+        for k in range(repeats):
+            calls[k % len(calls)]()
+        seconds[i].append((time.perf_counter() - begin) / repeats)
     return [timing_of(s) for s in seconds]
 
 
@@ -104,10 +115,34 @@ def time_as_called(
     with uncollected():
         repeats = [repeats_of(calls) for calls in rivals]
         found: list[list[float]] = [[] for _ in rivals]
-        for n in range(rounds):
-            for i in range(len(rivals)) if n % 2 == 0 else reversed(range(len(rivals))):
-                found[i].append(seconds(rivals[i], repeats[i]) / repeats[i] / len(rivals[i]))
+        for i in in_turns(len(rivals), rounds):
+            found[i].append(seconds(rivals[i], repeats[i]) / repeats[i] / len(rivals[i]))
     return [timing_of(s) for s in found]
+
+
+def seconds_of(run: Run, calls: int = 1, device: str = "cuda", *, alone: bool = False) -> float:
+    """Wall time of one call in a loop of `calls`, until the device is idle; with `alone` it is idle after each call."""
+    wait: Run = torch.cuda.synchronize if device == "cuda" else (lambda: None)
+    wait()
+    begin = time.perf_counter()
+    for _ in range(calls):
+        run()
+        if alone:
+            wait()
+    wait()
+    return (time.perf_counter() - begin) / calls
+
+
+def rounds_of(
+    ways: Mapping[str, Run], rounds: int, calls: int | Mapping[str, int], device: str = "cuda"
+) -> dict[str, list[float]]:
+    """The `seconds_of` each way in every round, with so many calls a round. Rounds alternate between the ways."""
+    names = list(ways)
+    found: dict[str, list[float]] = {name: [] for name in names}
+    for i in in_turns(len(names), rounds):
+        one = names[i]
+        found[one].append(seconds_of(ways[one], calls if isinstance(calls, int) else calls[one], device))
+    return found
 
 
 def time_of_host(rivals: Sequence[Run], device: str, rounds: int = 40, calls: int = 250) -> list[Timing]:
@@ -117,16 +152,14 @@ def time_of_host(rivals: Sequence[Run], device: str, rounds: int = 40, calls: in
             run()
     seconds: list[list[float]] = [[] for _ in rivals]
     with uncollected():
-        for n in range(rounds):
-            order = range(len(rivals)) if n % 2 == 0 else reversed(range(len(rivals)))
-            for i in order:
-                if device == "cuda":
-                    torch.cuda.synchronize()
-                run = rivals[i]
-                begin = time.perf_counter()
-                for _ in range(calls):
-                    run()
-                seconds[i].append((time.perf_counter() - begin) / calls)
+        for i in in_turns(len(rivals), rounds):
+            if device == "cuda":
+                torch.cuda.synchronize()
+            run = rivals[i]
+            begin = time.perf_counter()
+            for _ in range(calls):
+                run()
+            seconds[i].append((time.perf_counter() - begin) / calls)
     return [timing_of(s) for s in seconds]
 
 

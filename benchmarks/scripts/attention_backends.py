@@ -8,8 +8,6 @@ take turns and the median of the rounds counts. "gpu_us": of a replayed CUDA gra
 
 import json
 import statistics
-import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,9 +17,8 @@ from out_folder import out_folder
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from matmuls import files
 from matmuls.integrations.transformers.sdpa import attend_by_torch
-from matmuls_bench import machine
+from matmuls_bench import machine, timing
 
 SIZES = (8, 32), (8, 64), (8, 60), (64, 64), (8, 128), (32, 128), (32, 512), (8, 2048)
 BACKENDS = {
@@ -31,26 +28,6 @@ BACKENDS = {
     "memory-efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
 ROUNDS, CALLS = 5, 100
-
-
-def seconds(run: Callable[[], object]) -> float:
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    for _ in range(CALLS):
-        run()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - begin) / CALLS
-
-
-def captured(run: Callable[[], object]) -> Callable[[], object]:
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            run()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph, stream=stream):
-            run()
-    return graph.replay
 
 
 def measured(batch: int, length: int, masked: bool) -> dict[str, Any]:
@@ -79,10 +56,10 @@ def measured(batch: int, length: int, masked: bool) -> dict[str, Any]:
             run = by_matmuls if name == "matmuls" else by_torch
             try:
                 with context:
-                    called.setdefault(name, []).append(seconds(run) * 1e6)
+                    called.setdefault(name, []).append(timing.seconds_of(run, CALLS) * 1e6)
                     gpu.setdefault(name, 0.0)
                     if not gpu[name]:
-                        gpu[name] = seconds(captured(run)) * 1e6
+                        gpu[name] = timing.seconds_of(timing.graph_of([run]).replay, CALLS) * 1e6
             except RuntimeError as error:
                 refused[name] = str(error).partition("\n")[0]
                 called.pop(name, None)
@@ -97,8 +74,7 @@ def main(out: Path) -> None:
         for masked in (False, True):
             rows.append(measured(batch, length, masked))
             print(json.dumps(rows[-1]), flush=True)
-    facts = machine.environment("cuda") | {"command": "python benchmarks/scripts/attention_backends.py OUT"}
-    files.write(out / "cuda/attention-backends.json", json.dumps({"environment": facts, "rows": rows}, indent=1) + "\n")
+    machine.save(out / "cuda/attention-backends.json", "cuda", rows=rows)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ OUT/cpu. Both sides alternate (A B A B): on a GPU the median of the rounds count
 other work on the machine only adds time. `ratio` is the time under batch invariance over that without.
 """
 
-import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,9 +16,8 @@ from out_folder import out_folder
 
 import matmuls
 from custom_mm import _C
-from matmuls import files
 from matmuls_bench import machine
-from matmuls_bench.timing import time_on
+from matmuls_bench.timing import geometric_mean, time_on
 
 GPU, CPU = "cuda", "cpu"
 WIDTHS = {GPU: [(1024, 1024), (4096, 4096), (4096, 1024), (1024, 4096), (8192, 8192)], CPU: [(768, 768), (3072, 768)]}
@@ -78,11 +76,9 @@ def main() -> None:
                         f"{us[0]:9.1f} us {row['ratio']:6.2f}",
                         flush=True,
                     )
-    mean = math.exp(sum(math.log(row["ratio"]) for row in rows) / len(rows))
+    mean = geometric_mean([row["ratio"] for row in rows])
     print(f"geometric mean of {len(rows)} ratios: {mean:.2f}")
-    facts = machine.environment(device) | {"command": "python benchmarks/scripts/batch_invariance.py OUT"}
-    file = out / device / "batch-invariance.json"
-    files.write(file, json.dumps({"environment": facts, "mean": mean, "rows": rows}, indent=1) + "\n")
+    machine.save(out / device / "batch-invariance.json", device, mean=mean, rows=rows)
 
 
 if __name__ == "__main__":

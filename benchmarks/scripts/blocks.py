@@ -4,7 +4,6 @@ Usage: python benchmarks/scripts/blocks.py OUT. Writes OUT/blocks-cuda.json; `ma
 docs/performance/sparse.md.
 """
 
-import json
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,6 @@ from out_folder import out_folder
 
 import custom_mm
 import matmuls
-from matmuls import files
 from matmuls.blocks import bsr_spmm
 from matmuls_bench import machine, timing
 
@@ -63,8 +61,7 @@ def main(out: Path) -> None:
         for zeros in (0.8, 0.95)
         for n in (128, 512)
     ]
-    result = {"environment": machine.environment("cuda"), "rows": rows}
-    files.write(out / "blocks-cuda.json", json.dumps(result, indent=1) + "\n")
+    machine.save(out / "blocks-cuda.json", "cuda", rows=rows)
 
 
 if __name__ == "__main__":

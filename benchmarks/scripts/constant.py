@@ -4,8 +4,7 @@ Usage: python benchmarks/scripts/constant.py OUT. Writes OUT/sparse-constant-cud
 clock (us_as_called: host included, many calls, alternating) and of the GPU alone (us_gpu), with the dense product's.
 """
 
-import json
-import time
+import statistics
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,6 @@ import torch
 from out_folder import out_folder
 
 import matmuls
-from matmuls import files
 from matmuls.nn import SparseLinear
 from matmuls_bench import machine, timing
 
@@ -25,24 +23,11 @@ LAYERS = (4096, 4096, 0.9), (3000, 5000, 0.8)  # inputs, outputs, share of zeros
 TOKENS = 1, 32, 128
 
 
-def as_called(ways: dict[str, Callable[[], object]], rounds: int = 9, calls: int = 200) -> dict[str, float]:
-    """Wall-clock microseconds per call of each way: medians of rounds that alternate between the ways."""
-    found: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(rounds):
-        for name in ways if turn % 2 == 0 else reversed(ways):
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-            for _ in range(calls):
-                ways[name]()
-            torch.cuda.synchronize()
-            found[name].append((time.perf_counter() - begin) / calls * 1e6)
-    return {name: sorted(times)[rounds // 2] for name, times in found.items()}
-
-
 def measured(ways: dict[str, Callable[[], object]]) -> dict[str, Any]:
     timings = timing.time_warm(list(ways.values()), "cuda", 7, own_before=timing.OWN_BEFORE)
     gpu = {name: t.seconds * 1e6 for name, t in zip(ways, timings, strict=True)}
-    return {"us_as_called": as_called(ways), "us_gpu": gpu}
+    called = timing.rounds_of(ways, rounds=9, calls=200)
+    return {"us_as_called": {name: statistics.median(s) * 1e6 for name, s in called.items()}, "us_gpu": gpu}
 
 
 @torch.no_grad()
@@ -79,8 +64,7 @@ def main(out: Path) -> None:
                 "nn.Linear": lambda x=x, layer=linear: layer(x),
             }
             rows.append({"layer": [inputs, outputs, zeros], "tokens": n, "dtype": "float16", **measured(ways)})
-    result = {"environment": machine.environment("cuda"), "rows": rows}
-    files.write(out / "sparse-constant-cuda.json", json.dumps(result, indent=1) + "\n")
+    machine.save(out / "sparse-constant-cuda.json", "cuda", rows=rows)
     for row in rows:
         times = ", ".join(f"{name} {us:.1f}" for name, us in row["us_as_called"].items())
         print(row.get("matrix") or row.get("layer"), row.get("n") or row.get("tokens"), row["dtype"], times)

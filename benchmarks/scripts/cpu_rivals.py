@@ -1,13 +1,12 @@
 """Times COO and sampled products, two experts, SparseLinear and norms of short rows on a CPU against torch's.
 
-Usage: python benchmarks/scripts/cpu_rivals.py OUT [PART ...]. Writes OUT/cpu-rivals.json. The rival of each operation
-is the fastest that torch has. One thread; most sizes are drawn from one seed. Both sides alternate (A B A B). The clock
-is the CPU time of the thread, so that other processes on the machine count less. A speed is the median of the ratios of
-neighbouring rounds; above 1 matmuls is faster.
+Usage: python benchmarks/scripts/cpu_rivals.py OUT [PART ...]. Writes OUT/cpu/cpu-rivals.json. The rival of each
+operation is the fastest that torch has. One thread; most sizes are drawn from one seed. Both sides alternate (A B A B).
+The clock is the CPU time of the thread, so that other processes on the machine count less. A speed is the median of the
+ratios of neighbouring rounds; above 1 matmuls is faster.
 """
 
 import argparse
-import json
 import random
 import statistics
 import time
@@ -179,14 +178,14 @@ def main() -> None:
     warnings.simplefilter("ignore", UserWarning)  # torch's, that sparse layouts are in beta
     torch.set_num_threads(1)
     torch.manual_seed(SEED)
-    result: dict[str, Any] = {"environment": machine.environment("cpu"), "seed": SEED, "clock": "thread CPU time"}
+    result: dict[str, Any] = {"seed": SEED, "clock": "thread CPU time"}
     for name in arguments.parts or PARTS:
         rows = []
         for what, ours, rival in PARTS[name](random.Random(f"{SEED} {name}")):
             rows.append({"case": what, **speed(ours, rival)})
             print(name, *rows[-1].values(), flush=True)
         result[name] = {"lowest": min(row["speed"] for row in rows), "cases": rows}
-        (arguments.out / "cpu-rivals.json").write_text(json.dumps(result, indent=1) + "\n")
+        machine.save(arguments.out / "cpu/cpu-rivals.json", "cpu", **result)
 
 
 if __name__ == "__main__":

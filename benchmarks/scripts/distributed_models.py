@@ -10,7 +10,6 @@ those of one process; the exit status is 1 if they differ.
 import argparse
 import json
 import os
-import shlex
 import sys
 import traceback
 import warnings
@@ -30,7 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import matmuls
-from matmuls import distributed, files
+from matmuls import distributed
 from matmuls.distributed.group import starts_of
 from matmuls.distributed.splits import balanced
 from matmuls_bench import machine, matrices
@@ -190,17 +189,12 @@ def main() -> None:
         torch.cuda.set_device(own)
     dist.init_process_group("gloo" if own is None else "nccl", device_id=own, timeout=timedelta(seconds=120))
     ranks, rows = dist.get_world_size(), []
-    command = shlex.join(
-        ["torchrun", f"--nproc-per-node={ranks}", "benchmarks/scripts/distributed_models.py", *sys.argv[1:]]
-    )
     target = options.out / device / f"distributed-models-{ranks}.json"
     for row in rows_of(options, device):
         rows.append(row)
         if dist.get_rank() == 0:
             print(json.dumps(row), flush=True)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            found = {"environment": machine.environment(device) | {"command": command}, "rows": rows}
-            files.write(target, json.dumps(found, indent=1) + "\n")
+            machine.save(target, device, rows=rows)
     dist.barrier()
     is_first = dist.get_rank() == 0
     dist.destroy_process_group()

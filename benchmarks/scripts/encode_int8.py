@@ -7,17 +7,15 @@ vectors in int8 and in float32, and for pairs of texts the cosine of the pair in
 a pair is the first with a share of its words, from none to all, replaced by those of another text.
 """
 
-import json
 import random
 from typing import Any
 
 import numpy as np
 import torch
 from docstrings import drawn
-from encode_texts import spent
+from encode_texts import least_of
 from out_folder import out_folder
 
-from matmuls import files
 from matmuls.bert import model_folder
 from matmuls_bench import machine
 
@@ -27,19 +25,9 @@ Vectors = np.ndarray[Any, np.dtype[np.float64]]
 
 
 def measured(texts: list[str], rounds: int, ways: dict[str, Any]) -> dict[str, Any]:
-    """Seconds by way."""
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
-    for _ in range(rounds):
-        for name, model in ways.items():
-            wall, cpu = spent()
-            model.encode(texts, batch_size=8)  # stock's fastest for these texts
-            after = spent()
-            times[name].append((after[0] - wall, after[1] - cpu))
-    return {
-        "texts": len(texts),
-        "seconds": {name: min(wall for wall, _ in t) for name, t in times.items()},
-        "cpu_seconds": {name: min(cpu for _, cpu in t) for name, t in times.items()},
-    }
+    """Seconds by way, with the batch size that is the fastest of the stock model."""
+    calls = {name: lambda model=model: model.encode(texts, batch_size=8) for name, model in ways.items()}
+    return {"texts": len(texts), **least_of(calls, rounds)}
 
 
 def pairs(texts: list[str]) -> list[tuple[str, str]]:
@@ -98,10 +86,8 @@ def main() -> None:
         print(rows[-1], flush=True)
     found = drift(ways[names[1]], ways[names[2]], texts[:PAIRS])
     print(found, flush=True)
-    facts = machine.environment("cpu") | {"command": "python benchmarks/scripts/encode_int8.py OUT"}
-    facts["sentence_transformers"] = __version__
-    written = {"environment": facts, "rows": rows, "drift": found}
-    files.write(out / "cpu/encode-int8.json", json.dumps(written, indent=1) + "\n")
+    versions = {"sentence_transformers": __version__}
+    machine.save(out / "cpu/encode-int8.json", "cpu", versions, rows=rows, drift=found)
 
 
 if __name__ == "__main__":

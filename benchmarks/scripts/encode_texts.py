@@ -5,7 +5,6 @@ float32 with 2 threads. The ways alternate (A B A B); the fastest round of each 
 only adds time. `cpu` is the time of all threads in the process, which other work hardly changes.
 """
 
-import json
 import resource
 import time
 from collections.abc import Callable
@@ -16,7 +15,6 @@ import torch
 from docstrings import drawn
 from out_folder import out_folder
 
-from matmuls import files
 from matmuls.bert import model_folder
 from matmuls_bench import machine
 
@@ -29,6 +27,19 @@ def spent() -> tuple[float, float]:
     return time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_utime
 
 
+def least_of(ways: dict[str, Callable[[], Any]], rounds: int) -> dict[str, dict[str, float]]:
+    """Seconds of the fastest of rounds in which the ways take turns: of the clock, and of the CPU."""
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, way in ways.items():
+            wall, cpu = spent()
+            way()
+            after = spent()
+            times[name].append((after[0] - wall, after[1] - cpu))
+    kinds = enumerate(("seconds", "cpu_seconds"))
+    return {kind: {name: min(t[i] for t in found) for name, found in times.items()} for i, kind in kinds}
+
+
 def measured(texts: list[str], rounds: int, stock: Any, ours: Any) -> dict[str, Any]:
     """Seconds by way, and how near the optimized model's vectors are to stock's."""
     ways: dict[str, Callable[[], Any]] = {
@@ -37,21 +48,12 @@ def measured(texts: list[str], rounds: int, stock: Any, ours: Any) -> dict[str, 
         if size == BATCHES[0] or len(texts) > size
     }
     ways["optimized"] = lambda: ours.encode(texts)
-    found: dict[str, Any] = {}
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
-    for _ in range(rounds):
-        for name, way in ways.items():
-            wall, cpu = spent()
-            found[name] = way()
-            after = spent()
-            times[name].append((after[0] - wall, after[1] - cpu))
-    a, b = (found[name].astype(np.float64) for name in ("optimized", f"stock, batch_size={BATCHES[0]}"))
+    a, b = (ways[name]().astype(np.float64) for name in ("optimized", f"stock, batch_size={BATCHES[0]}"))
     cosine = (a * b).sum(1) / np.linalg.norm(a, axis=1) / np.linalg.norm(b, axis=1)
     return {
         "texts": len(texts),
-        "seconds": {name: min(wall for wall, _ in t) for name, t in times.items()},
-        "cpu_seconds": {name: min(cpu for _, cpu in t) for name, t in times.items()},
         "cosine": float(cosine.min()),
+        **least_of(ways, rounds),
     }
 
 
@@ -69,11 +71,10 @@ def main() -> None:
     for count, rounds in COUNTS.items():
         before = handle.tokens
         rows.append(measured(texts[:count], rounds, stock, ours))
-        rows[-1]["tokens"] = (handle.tokens - before) // rounds
+        rows[-1]["tokens"] = (handle.tokens - before) // (rounds + 1)
         print(rows[-1], flush=True)
-    facts = machine.environment("cpu") | {"command": "python benchmarks/scripts/encode_texts.py OUT"}
-    facts["sentence_transformers"] = __version__
-    files.write(out / "cpu/encode-texts.json", json.dumps({"environment": facts, "rows": rows}, indent=1) + "\n")
+    versions = {"sentence_transformers": __version__}
+    machine.save(out / "cpu/encode-texts.json", "cpu", versions, rows=rows)
 
 
 if __name__ == "__main__":

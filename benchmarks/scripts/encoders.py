@@ -21,10 +21,9 @@ import torch
 from docstrings import drawn
 from transformers import AutoTokenizer, BertConfig, BertModel
 
-from matmuls import files
 from matmuls.bert import model_folder
 from matmuls.integrations.transformers import optimize
-from matmuls_bench import machine
+from matmuls_bench import machine, timing
 
 CASES = [(1, 32, False), (1, 128, False), (4, 64, False), (8, 128, True), (32, 512, False), (32, 512, True)]
 ROUNDS = 7
@@ -38,18 +37,6 @@ def batch_of(batch: int, length: int, half: bool) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": (torch.arange(length, device="cuda") < counts[:, None]).long()}
 
 
-def seconds(call: Callable[[], Any], calls: int, alone: bool) -> float:
-    """The time of one call."""
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(calls):
-        call()
-        if alone:
-            torch.cuda.synchronize()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - start) / calls
-
-
 def case(batch: int, length: int, half: bool, models: dict[str, Any]) -> dict[str, Any]:
     given = batch_of(batch, length, half)
     ways = {name: (lambda model=model: model(**given)) for name, model in models.items()}
@@ -58,7 +45,7 @@ def case(batch: int, length: int, half: bool, models: dict[str, Any]) -> dict[st
     for name, way in ways.items():
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        first[name] = seconds(way, 1, True)
+        first[name] = timing.seconds_of(way, 1)
         for _ in range(4):
             way()
         torch.cuda.synchronize()
@@ -67,8 +54,8 @@ def case(batch: int, length: int, half: bool, models: dict[str, Any]) -> dict[st
     found: dict[str, dict[str, list[float]]] = {name: {"latency": [], "throughput": []} for name in ways}
     for _ in range(ROUNDS):
         for name, way in ways.items():
-            found[name]["latency"].append(seconds(way, calls, True))
-            found[name]["throughput"].append(seconds(way, calls, False))
+            found[name]["latency"].append(timing.seconds_of(way, calls, alone=True))
+            found[name]["throughput"].append(timing.seconds_of(way, calls))
     row: dict[str, Any] = {"batch": batch, "length": length, "half_padded": half}
     row["first_seconds"] = first
     row["peak_bytes"] = peak
@@ -128,7 +115,7 @@ def encoding(texts: list[str], tokenizer: Path) -> dict[str, Any]:
         ways[f"compiled, batch_size={size}"] = lambda size=size: compiled.encode(texts, batch_size=size)
     whole = batch_of(32, 512, False)
     for _ in range(3):
-        once = seconds(lambda: ours[0].auto_model(**whole), 20, False)
+        once = timing.seconds_of(lambda: ours[0].auto_model(**whole), 20)
     compiled.encode(texts[:500], batch_size=64)
     ours.encode(texts[:500])
     stock.encode(texts[:500])
@@ -138,7 +125,7 @@ def encoding(texts: list[str], tokenizer: Path) -> dict[str, Any]:
     for _ in range(3):
         for name, way in ways.items():
             before = handle.tokens
-            times[name].append(seconds(lambda way=way, name=name: vectors.update({name: way()}), 1, True))
+            times[name].append(timing.seconds_of(lambda way=way, name=name: vectors.update({name: way()})))
             tokens = max(tokens, handle.tokens - before)
     start = time.perf_counter()
     ours.tokenizer(texts, truncation=True, max_length=512)
@@ -173,19 +160,15 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=12_000)
     parser.add_argument("--tokenizer", type=Path)
     options = parser.parse_args()
-    command = "python benchmarks/scripts/encoders.py OUT" + (f" --only {options.only}" if options.only else "")
     texts = [] if options.only == "calls" else drawn(options.texts)  # it forks: before the GPU is used
-    found = {"environment": machine.environment("cuda") | {"command": command}}
-    (options.out / "cuda").mkdir(parents=True, exist_ok=True)
     if options.only != "encode":
         rows = single_calls()
-        files.write(options.out / "cuda/encoders.json", json.dumps(found | {"rows": rows}, indent=1) + "\n")
+        machine.save(options.out / "cuda/encoders.json", "cuda", rows=rows)
     if options.only != "calls":
         with torch.inference_mode():
             encoded = encoding(texts, options.tokenizer or model_folder())
         print(json.dumps(encoded), flush=True)
-        content = json.dumps(found | {"rows": [], "encode": encoded}, indent=1) + "\n"
-        files.write(options.out / "cuda/encoders-encode.json", content)
+        machine.save(options.out / "cuda/encoders-encode.json", "cuda", rows=[], encode=encoded)
 
 
 if __name__ == "__main__":

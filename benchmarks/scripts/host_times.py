@@ -4,9 +4,7 @@ Usage: python benchmarks/scripts/host_times.py OUT. Writes OUT/cuda/host-times.j
 calls; the two sides of a case alternate (A B A B), and the median of the rounds counts.
 """
 
-import json
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,9 +15,8 @@ from torch.nn import functional as F
 
 import matmuls
 from custom_mm import init_cublas
-from matmuls import files
 from matmuls.nn import SparseLinear
-from matmuls_bench import machine
+from matmuls_bench import machine, timing
 
 SIZE, CALLS, ROUNDS = 64, 300, 9
 Call = Callable[[], Any]
@@ -123,15 +120,6 @@ def _sparse(a: Tensor, b: Tensor) -> Iterator[tuple[str, str, Call, Call]]:
     yield "plan @ b, forward + backward", "torch.sparse.mm", *step
 
 
-def microseconds(call: Call) -> float:
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(CALLS):
-        call()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - start) / CALLS * 1e6
-
-
 def main() -> None:
     out = out_folder(__doc__ or "")
     torch.manual_seed(0)
@@ -141,15 +129,11 @@ def main() -> None:
         for call in (ours, theirs):
             for _ in range(20):
                 call()
-        times: tuple[list[float], list[float]] = [], []
-        for _ in range(ROUNDS):
-            for call, found in zip((ours, theirs), times, strict=True):
-                found.append(microseconds(call))
-        us = [statistics.median(t) for t in times]
+        times = timing.rounds_of({"ours": ours, "rival": theirs}, ROUNDS, CALLS)
+        us = [statistics.median(t) * 1e6 for t in times.values()]
         rows.append({"call": name, "rival": rival, "us": us[0], "rival_us": us[1]})
         print(f"{name:45s} {us[0]:8.1f} us  {us[1]:8.1f} us of {rival}: {us[0] / us[1]:.2f}", flush=True)
-    facts = machine.environment("cuda") | {"command": "python benchmarks/scripts/host_times.py OUT"}
-    files.write(out / "cuda/host-times.json", json.dumps({"environment": facts, "rows": rows}, indent=1) + "\n")
+    machine.save(out / "cuda/host-times.json", "cuda", rows=rows)
 
 
 if __name__ == "__main__":

@@ -16,11 +16,11 @@ import torch
 from out_folder import out_folder
 from torch import Tensor
 
-from matmuls import files, mask_plan
+from matmuls import mask_plan
 from matmuls.triton import configs, last_wave, masked_linear, masked_weights
-from matmuls_bench import machine
+from matmuls_bench import machine, timing
 
-CALLS, REPLAYS, ROUNDS = 10, 10, 5
+CALLS, BUDGET = 10, 0.05  # calls in a graph; seconds of each way
 PRODUCTS = (
     *((6000, 6144, 1536), (1500, 4096, 512), (5000, 4096, 1024), (2048, 2048, 2048), (3000, 3072, 768)),
     *((2048, 1024, 1024), (6000, 1536, 6144), (1100, 4096, 1024)),
@@ -37,30 +37,10 @@ def draw(*shape: int) -> Tensor:
     return (torch.randn(*shape, device="cuda") / shape[-1] ** 0.5).bfloat16()
 
 
-def graph_of(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-    call()  # compiles
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(CALLS):
-            call()
-    return graph
-
-
-def microseconds(graph: torch.cuda.CUDAGraph) -> float:
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    for _ in range(REPLAYS):
-        graph.replay()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) * 1e3 / (REPLAYS * CALLS)
-
-
 def measured(choice: str, case: str, ways: Ways) -> dict[str, Any]:
-    graphs = {name: graph_of(call) for name, call in ways.items()}
-    rounds = [{name: microseconds(graph) for name, graph in graphs.items()} for _ in range(ROUNDS)]
-    return {"choice": choice, "case": case, "us": {name: min(r[name] for r in rounds) for name in ways}}
+    times = timing.time_on_gpu([[call] * CALLS for call in ways.values()], BUDGET)
+    us = {name: t.fastest * 1e6 for name, t in zip(ways, times, strict=True)}
+    return {"choice": choice, "case": case, "us": us}
 
 
 def last_waves() -> Iterator[dict[str, Any]]:
@@ -101,8 +81,7 @@ def main(out: Path) -> None:
         for row in family():
             rows.append(row)
             print(json.dumps(row), flush=True)
-    facts = machine.environment("cuda") | {"command": "python benchmarks/scripts/masked_choices.py OUT"}
-    files.write(out / "cuda/masked-choices.json", json.dumps({"environment": facts, "rows": rows}, indent=1) + "\n")
+    machine.save(out / "cuda/masked-choices.json", "cuda", rows=rows)
 
 
 if __name__ == "__main__":

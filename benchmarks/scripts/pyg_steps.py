@@ -9,7 +9,6 @@ be captured, has its error instead of a time.
 """
 
 import copy
-import json
 import os
 import time
 import warnings
@@ -26,9 +25,8 @@ from torch.nn.functional import cross_entropy
 from torch_geometric.nn import GCN, GIN, GraphSAGE
 
 import matmuls
-from matmuls import files
 from matmuls.integrations import pyg
-from matmuls_bench import machine, matrices
+from matmuls_bench import machine, matrices, timing
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DRAWN = "rmat:16:16", "uniform:50000:1000000"
@@ -105,20 +103,6 @@ def step_of(model: Module, x: torch.Tensor, graph: torch.Tensor, labels: torch.T
     return step
 
 
-def wait() -> None:
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
-
-
-def seconds_of(step: Run, calls: int) -> float:
-    wait()
-    begin = time.perf_counter()
-    for _ in range(calls):
-        step()
-    wait()
-    return (time.perf_counter() - begin) / calls
-
-
 def captured(step: Run) -> Run:
     """The step as one CUDA graph, captured after steps in which plans choose their kernels."""
     stream = torch.cuda.Stream()
@@ -154,8 +138,8 @@ def timed(steps: dict[str, Run]) -> dict[str, Any]:
                 first = time.perf_counter() - begin
                 if way.endswith(CAPTURED):
                     step = steps[way] = captured(step)
-                seconds_of(step, WARM)
-                calls[way] = max(1, round(BLOCK / seconds_of(step, 2)))
+                timing.seconds_of(step, WARM, DEVICE)
+                calls[way] = max(1, round(BLOCK / timing.seconds_of(step, 2, DEVICE)))
         except (RuntimeError, NotImplementedError) as error:  # memory is out, or PyG cannot
             found[way] = {"error": str(error).splitlines()[0]}
             continue
@@ -163,7 +147,7 @@ def timed(steps: dict[str, Run]) -> dict[str, Any]:
     for turn in range(ROUNDS):
         for way in calls if turn % 2 == 0 else reversed(calls):
             with context_of(way):
-                times[way].append(seconds_of(steps[way], calls[way]))
+                times[way].append(timing.seconds_of(steps[way], calls[way], DEVICE))
     for way, all_of_them in times.items():
         found[way]["ms"] = sorted(all_of_them)[ROUNDS // 2] * 1e3
     return found
@@ -221,8 +205,7 @@ def main(out: Path) -> None:
             skipped[source] = str(error).splitlines()[0]
         if time.perf_counter() - begin > BUDGET:
             break
-    result = {"environment": machine.environment(DEVICE), "rows": rows, "skipped": skipped}
-    files.write(out / f"pyg-steps-{DEVICE}.json", json.dumps(result, indent=1) + "\n")
+    machine.save(out / f"pyg-steps-{DEVICE}.json", DEVICE, rows=rows, skipped=skipped)
 
 
 if __name__ == "__main__":

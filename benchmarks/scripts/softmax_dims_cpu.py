@@ -5,7 +5,6 @@ from one seed; the kernels' constants were tuned on others. Both sides alternate
 round of each counts, since other work on the machine only adds time.
 """
 
-import json
 import random
 from typing import Any
 
@@ -64,8 +63,7 @@ def main() -> None:
             print(f"{shape!s:24} dim {dim} {row['dtype']:9}", *(f"{k} {v:5.2f}" for k, v in row["ratio"].items()))
     lowest = {operation: min(row["ratio"][operation] for row in rows) for operation in RIVALS}
     print("lowest", lowest)
-    result = {"environment": machine.environment("cpu"), "seed": SEED, "lowest": lowest, "rows": rows}
-    (out / "softmax-dims-cpu.json").write_text(json.dumps(result, indent=1) + "\n")
+    machine.save(out / "softmax-dims-cpu.json", "cpu", seed=SEED, lowest=lowest, rows=rows)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ Usage: python benchmarks/scripts/sparse_linear.py OUT. Writes OUT/sparse-linear-
 docs/performance/sparse.md.
 """
 
-import json
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any
 import torch
 from out_folder import out_folder
 
-from matmuls import files
 from matmuls.nn import SparseLinear
 from matmuls_bench import machine, timing
 
@@ -56,8 +54,7 @@ def main(out: Path) -> None:
         for zeros in (0.5, 0.8, 0.9, 0.95)
         for row in measured(*layer, zeros, dtype)
     ]
-    result = {"environment": machine.environment("cuda"), "rows": rows}
-    files.write(out / "sparse-linear-cuda.json", json.dumps(result, indent=1) + "\n")
+    machine.save(out / "sparse-linear-cuda.json", "cuda", rows=rows)
 
 
 if __name__ == "__main__":

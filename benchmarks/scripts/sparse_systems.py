@@ -26,7 +26,6 @@ import scipy.sparse.linalg
 import torch
 
 import matmuls
-from matmuls import files
 from matmuls_bench import machine, matrices
 
 ROUNDS = 15
@@ -192,20 +191,17 @@ def in_scipy(matrix: matrices.Matrix) -> scipy.sparse.csr_matrix:
     return scipy.sparse.csr_matrix(tuple(parts), shape=matrix.shape)
 
 
-def environment(device: str, sources: list[str]) -> dict[str, Any]:
-    versions = {"scipy": scipy.__version__, "cupy": None}
+def versions(device: str) -> dict[str, str | None]:
+    """Of scipy and CuPy, whose ways are timed."""
+    found = {"scipy": scipy.__version__, "cupy": None}
     if device == "cuda":
         try:
             import cupy
 
-            versions["cupy"] = cupy.__version__
+            found["cupy"] = cupy.__version__
         except ImportError:
             pass
-    names = " ".join(Path(s).name for s in sources)
-    command = f"python benchmarks/scripts/sparse_systems.py OUT {names} --device {device}"
-    if device == "cpu":
-        command += f" --threads {torch.get_num_threads()}"
-    return machine.environment(device) | versions | {"command": command}
+    return found
 
 
 def main() -> None:
@@ -221,14 +217,12 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     name = "cuda/sparse-systems.json" if options.device == "cuda" else f"cpu/sparse-systems-{options.threads}.json"
     target = options.out / name
-    target.parent.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
-    found = {"environment": environment(options.device, options.matrices), "rows": rows}
 
     def add(matrix: matrices.Matrix, row: dict[str, Any]) -> None:
         rows.append({"matrix": matrix.name, "shape": list(matrix.shape), "nonzeros": matrix.nnz, **row})
         print(json.dumps(rows[-1]), flush=True)
-        files.write(target, json.dumps(found, indent=1) + "\n")
+        machine.save(target, options.device, versions(options.device), rows=rows)
 
     for source in options.matrices:
         matrix = matrices.load(source)

@@ -34,7 +34,6 @@ from tokenizers.models import WordLevel
 from torch import Tensor
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
-from matmuls import files
 from matmuls.integrations.sentence_transformers import optimize
 from matmuls.integrations.transformers import encode_tokens
 from matmuls_bench import machine
@@ -247,9 +246,7 @@ def main() -> None:
     by_minute = watched(traffic, options.minutes, device, start)
     for thread in threads:
         thread.join(STILL)
-    command = f"python benchmarks/scripts/traffic.py OUT --minutes {options.minutes:g} --device {device}"
-    found = {
-        "environment": machine.environment(device) | {"command": f"{command} --threads {options.threads}"},
+    found: dict[str, Any] = {
         "threads": options.threads,
         "failure": traffic.failure,
         "requests": {kind: len(seconds) for kind, seconds in traffic.latencies.items()},
@@ -261,8 +258,7 @@ def main() -> None:
         "graphs": handle.encoder.graphs if handle.encoder else 0,
     }
     target = options.out / device / "traffic.json"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    files.write(target, json.dumps(found, indent=1) + "\n")
+    machine.save(target, device, **found)
     print(json.dumps(found), flush=True)
     os._exit(1 if traffic.failure else 0)  # threads that stand still do not end
 

@@ -10,7 +10,7 @@ of the quotients of neighbouring blocks, because the host's speed drifts; "quart
 
 import json
 import statistics
-import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,8 @@ from out_folder import out_folder
 from torch import nn
 from transformers import BertConfig, BertModel
 
-from matmuls import files
 from matmuls.integrations.transformers import register
-from matmuls_bench import machine
+from matmuls_bench import machine, timing
 
 SIZES = (8, 64), (32, 128), (32, 512), (8, 2048)
 WARM, ROUNDS, BLOCK = 4, 31, 0.1  # steps before the first block; blocks of each way; seconds of a block
@@ -45,29 +44,18 @@ class Training:
         return loss.detach()
 
 
-def seconds_of(step: Training, given: dict[str, torch.Tensor], steps: int) -> float:
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    for _ in range(steps):
-        step(given)
-    torch.cuda.synchronize()
-    return (time.perf_counter() - begin) / steps
-
-
 def measured(batch: int, length: int, compiled: bool) -> dict[str, Any]:
     torch.compiler.reset()
     ids = torch.randint(1000, 20000, (batch, length), device="cuda")
     given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    ways = {"sdpa": Training("sdpa", length, compiled), "matmuls": Training("custom_mm", length, compiled)}
+    trained = {"sdpa": Training("sdpa", length, compiled), "matmuls": Training("custom_mm", length, compiled)}
+    ways = {name: partial(step, given) for name, step in trained.items()}
     steps, losses = {}, {}
     for name, step in ways.items():
-        losses[name] = step(given).item()
-        seconds_of(step, given, WARM)
-        steps[name] = max(1, round(BLOCK / seconds_of(step, given, 2)))
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(ROUNDS):
-        for name in ways if turn % 2 == 0 else reversed(ways):
-            times[name].append(seconds_of(ways[name], given, steps[name]))
+        losses[name] = step().item()
+        timing.seconds_of(step, WARM)
+        steps[name] = max(1, round(BLOCK / timing.seconds_of(step, 2)))
+    times = timing.rounds_of(ways, ROUNDS, steps)
     ms = {name: statistics.median(t) * 1e3 for name, t in times.items()}
     least = {name: min(t) * 1e3 for name, t in times.items()}
     size = {"batch": batch, "length": length, "compiled": compiled}
@@ -86,8 +74,7 @@ def main(out: Path) -> None:
         for compiled in (False, True):
             rows.append(measured(batch, length, compiled))
             print(json.dumps(rows[-1]), flush=True)
-    facts = machine.environment("cuda") | {"command": "python benchmarks/scripts/training_steps.py OUT"}
-    files.write(out / "cuda/training-steps.json", json.dumps({"environment": facts, "rows": rows}, indent=1) + "\n")
+    machine.save(out / "cuda/training-steps.json", "cuda", rows=rows)
 
 
 if __name__ == "__main__":

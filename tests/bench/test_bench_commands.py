@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import common.cli_cases  # noqa: F401
 from matmuls import cli
-from matmuls_bench import figures
+from matmuls_bench import figures, machine
 from matmuls_bench import spmm as products
 from matmuls_bench.cli.spmm import show_spmm
 
@@ -137,8 +137,8 @@ def drawn(monkeypatch):
 @pytest.mark.parametrize("sweep", [False, True])
 def test_plots_of_products_name_axes_and_machine(drawn, tmp_path, sweep):
     cases = [made_up(plan=products.Result(us, 0.0), scipy=products.Result(2 * us, 0.0)) for us in (1.0, 2.0)]
-    machine = {"device": "some CPU", "torch": "2.13.0", "date": "2026-01-01", "commit": None}
-    products.plot(tmp_path / "spmm.png", cases, sweep, machine)
+    facts = {"device": "some CPU", "torch": "2.13.0", "date": "2026-01-01", "commit": None}
+    products.plot(tmp_path / "spmm.png", cases, sweep, facts)
     ((figure, caption),) = drawn
     (axes,) = figure.axes
     assert caption == "some CPU, torch 2.13.0, 2026-01-01"
@@ -149,10 +149,28 @@ def test_plots_of_products_name_axes_and_machine(drawn, tmp_path, sweep):
     assert named == ["plan", "scipy", "floor: a copy of the bytes that must move"]
 
 
-def test_the_cpu_of_a_measurement_is_named():
-    from matmuls_bench.machine import environment
+@pytest.mark.parametrize(
+    ("arguments", "processes", "command"),
+    [
+        (["/bin/matmuls", "spmm", "grid:4"], None, "matmuls spmm grid:4"),
+        (["/x/matmuls/__main__.py", "spmm"], "2", "torchrun --nproc-per-node=2 -m matmuls spmm"),
+        (["/x/scripts/blocks.py", "/home/me/out"], None, "python benchmarks/scripts/blocks.py out"),
+        (["/x/scripts/a.py", "o", "--small"], "4", "torchrun --nproc-per-node=4 benchmarks/scripts/a.py o --small"),
+    ],
+)
+def test_a_result_has_its_command(monkeypatch, tmp_path, arguments, processes, command):
+    """Without the folders of the machine."""
+    monkeypatch.setattr(sys, "argv", arguments)
+    if processes:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
+    machine.save(tmp_path / "new/a.json", "cpu", {"more": 1}, rows=[2])
+    result = json.loads((tmp_path / "new/a.json").read_text())
+    assert (list(result), result["rows"], result["environment"]["more"]) == (["environment", "rows"], [2], 1)
+    assert result["environment"]["command"] == command
 
-    named, facts = environment("cpu")["device"], Path("/proc/cpuinfo")
+
+def test_the_cpu_of_a_measurement_is_named():
+    named, facts = machine.environment("cpu")["device"], Path("/proc/cpuinfo")
     assert named
     models = re.findall(r"model name\s*: (.*)", facts.read_text()) if facts.exists() else []
     assert named in models or not models

@@ -25,7 +25,7 @@ def test_it_writes_a_row_for_each_case(tmp_path):
     subprocess.run(run, check=True, capture_output=True, cwd=SCRIPT.parent)
     found = json.loads((tmp_path / "cpu/sparse-systems-1.json").read_text(encoding="utf-8"))
     assert found["environment"]["threads"] == 1
-    assert found["environment"]["command"].endswith("OUT grid:8 pruned:6x9:0.5 --device cpu --threads 1")
+    assert found["environment"]["command"].endswith("grid:8 pruned:6x9:0.5 --device cpu")
     assert [(r["matrix"], r.get("right_hand_sides")) for r in found["rows"]] == [
         ("grid:8", None),
         ("grid:8", 1),

@@ -1,6 +1,5 @@
 """`torchrun -m matmuls spmm --distributed`: distributed products of the named matrices, measured on every rank."""
 
-import json
 import math
 import os
 import warnings
@@ -182,10 +181,7 @@ def show_predictions(predicted: list[dict[str, Any]]) -> None:
 
 
 def _write(path: Path, cases: list[Any], predicted: list[dict[str, Any]], device: str) -> None:
-    from matmuls import files
+    from .. import machine
 
-    from ..machine import environment
-
-    result = {"environment": environment(device), "cases": [c.as_dict() for c in cases], "models": predicted}
-    files.write(path, json.dumps(result, indent=1) + "\n")
+    machine.save(path, device, cases=[c.as_dict() for c in cases], models=predicted)
     console.print(f"written: {path}")

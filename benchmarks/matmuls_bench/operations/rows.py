@@ -4,9 +4,8 @@ import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from matmuls import files
-
-from ..machine import Roofs, environment
+from .. import machine
+from ..machine import Roofs
 
 
 @dataclass(frozen=True)
@@ -47,9 +46,8 @@ class Row:
 
 def save(path: Path, rows: list[Row], roofs: Roofs, device: str, *, complete: bool = True) -> None:
     """Write the rows with their environment. complete: all cases of the operations were measured."""
-    facts = environment(device) | {"complete": complete}
-    result = {"environment": facts, "roofs": asdict(roofs), "rows": [asdict(row) for row in rows]}
-    files.write(path, json.dumps(result, indent=1, default=float) + "\n")
+    facts = {"complete": complete}
+    machine.save(path, device, facts, roofs=asdict(roofs), rows=[asdict(row) for row in rows])
 
 
 def load(path: Path) -> list[Row]:

@@ -4,10 +4,9 @@ import json
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
-from matmuls import files
 from matmuls.sparse.select import OLD_NAMES
 
-from ..machine import environment
+from .. import machine
 
 PLAN, PLANLESS, TORCH, SCIPY, DENSE = "plan", "without a plan", "torch.sparse", "scipy", "dense"
 SEMI = "torch 2:4"
@@ -99,8 +98,7 @@ class Case:
 
 
 def save(path: Path, cases: list[Case], device: str, *, complete: bool = True) -> None:
-    result = {"environment": environment(device) | {"complete": complete}, "cases": [asdict(c) for c in cases]}
-    files.write(path, json.dumps(result, indent=1, default=float) + "\n")
+    machine.save(path, device, {"complete": complete}, cases=[asdict(c) for c in cases])
 
 
 def load(path: Path) -> list[Case]:

@@ -10,6 +10,9 @@ steps=${*:-build tests cycles sanitize bert bench spmm spmm-pruned spmm-two-of-f
   host-times masked-choices encoders traffic attention-backends pyg-steps training-steps sparse-systems batch-invariance distributed}
 python=${PYTHON:-python3}
 mkdir -p "$out"
+# matmuls-bench without an installation: its commands are found by the entry points in this folder
+export PYTHONPATH=$PWD:$PWD/benchmarks${PYTHONPATH:+:$PYTHONPATH}
+(cd benchmarks && "$python" -c 'import setuptools; setuptools.setup()' -q egg_info) || exit 1
 failed=0
 
 step() { # name, command...
@@ -108,7 +111,7 @@ for name in $steps; do
       sanitize racecheck "bounds or narrow" spgemm_cuda # minutes
       sanitize synccheck "bounds or narrow" spgemm_cuda
       PYTORCH_NO_CUDA_MEMORY_CACHING=1 sanitize memcheck "not fork and not graph" solve_plan
-      PYTORCH_NO_CUDA_MEMORY_CACHING=1 sanitize memcheck "" split_and_model
+      PYTORCH_NO_CUDA_MEMORY_CACHING=1 sanitize memcheck "" splits
       # without MATMULS_POISON, whose deterministic algorithms are not recorded
       step sanitize-memcheck-replay compute-sanitizer --tool memcheck --error-exitcode 9 \
         "$python" -m pytest -q -m cuda -p no:cacheprovider tests/masked/test_replay.py

@@ -66,7 +66,7 @@ def test_more_rounds_while_the_host_is_disturbed(disturbed, rounds, monkeypatch)
     assert found.seconds <= 2.0
 
 
-@pytest.mark.parametrize("timed", ["on a CPU", "warm", "as called"])
+@pytest.mark.parametrize("timed", ["on a CPU", "warm", "as called", "in loops"])
 def test_rounds_alternate(timed, monkeypatch):
     """So that changes of the machine's speed affect all rivals equally."""
     order = []
@@ -76,6 +76,9 @@ def test_rounds_alternate(timed, monkeypatch):
         timing.time_as_called("cpu", [[first], [second]])
         assert order[:6] == ["first"] * 3 + ["second"] * 3  # warm-up
         del order[:6]
+    elif timed == "in loops":
+        found = timing.rounds_of({"a": first, "b": second}, 4, 1, "cpu")
+        assert [(name, len(seconds)) for name, seconds in found.items()] == [("a", 4), ("b", 4)]
     elif timed == "warm":
         timing.time_warm([first, second], "cpu", 4)
     else:
@@ -140,3 +143,12 @@ def test_a_round_is_bounded_and_restores_what_it_overwrites(monkeypatch):
     del seen[:]
     timing.time_as_called("cuda", [[overwrite]])
     assert len(seen) == 3 + 7 * timing.CALLS
+
+
+@pytest.mark.parametrize(("alone", "expected", "waits"), [(False, 41e-6 / 3, 2), (True, 15e-6, 5)])
+def test_a_loop_waits_at_its_end_or_after_each_call(alone, expected, waits, monkeypatch):
+    """Calls of 2 us on the host and 13 us on the GPU: in a row the host is ahead, one by one it waits."""
+    clock = Clock(monkeypatch)
+    found = timing.seconds_of(partial(clock.run, 2e-6, 13e-6), 3, alone=alone)
+    assert found == pytest.approx(expected)
+    assert clock.waits == waits

@@ -50,7 +50,7 @@ install() {
 
 # wheel KIND PYTHON: compiles what has changed since the last build of this kind in this folder
 wheel() {
-  rm -rf build/lib.* build/bdist.* # of another kind or an earlier version
+  rm -rf build/lib.* build/bdist.* benchmarks/build # of another kind or an earlier version
   MATMULS_CUDA=$([[ $1 == cuda ]] && echo 1 || echo 0) "$2" -m pip wheel -q --no-build-isolation --no-deps -w "$out" . ./benchmarks
 }
 

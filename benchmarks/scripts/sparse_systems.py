@@ -192,7 +192,7 @@ def in_scipy(matrix: matrices.Matrix) -> scipy.sparse.csr_matrix:
 
 
 def versions(device: str) -> dict[str, str | None]:
-    """Of scipy and CuPy, whose ways are timed."""
+    """Versions of scipy and CuPy, whose ways are timed."""
     found = {"scipy": scipy.__version__, "cupy": None}
     if device == "cuda":
         try:

@@ -157,8 +157,9 @@ build_extension() { # compiles what has changed since the last build, of this en
   "$python" -u setup.py build_ext --inplace 2>&1 | tee "$build_log" | show_progress || failed
 }
 install_package() {
-  say "installing matmuls, from this folder"
+  say "installing matmuls and matmuls-bench, from this folder"
   pip install --no-build-isolation -e . >"$build_log" 2>&1 || failed
+  pip install --no-build-isolation -e benchmarks >>"$build_log" 2>&1 || failed
 }
 gpus=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | sort -u) || true # setup.py builds for these
 key="$kind $torch ${TORCH_CUDA_ARCH_LIST:-$gpus}"
@@ -168,7 +169,7 @@ sources="$key $(find setup.py src -type f | sort | xargs -d '\n' cat | cksum)"
 [[ ! -f $venv/.matmuls-extension ]] || "$python" -c 'import custom_mm' 2>/dev/null || rm -f "$venv/.matmuls-extension"
 once extension "$sources" build_extension
 mkdir -p build && printf '%s' "$venv $sources" >build/.built-for
-once package "$key $(cat setup.py pyproject.toml | cksum)" install_package
+once package "$key $(cat setup.py pyproject.toml benchmarks/pyproject.toml | cksum)" install_package
 once model "$(<tools/pins/model.txt)" pinned model
 
 say "ready: $venv"

@@ -10,6 +10,9 @@ steps=${*:-build tests cycles sanitize bert bench spmm spmm-pruned spmm-two-of-f
   host-times masked-choices encoders traffic attention-backends pyg-steps training-steps sparse-systems batch-invariance distributed}
 python=${PYTHON:-python3}
 mkdir -p "$out"
+# matmuls-bench without an installation: its commands are found by the entry points in this folder
+export PYTHONPATH=$PWD:$PWD/benchmarks${PYTHONPATH:+:$PYTHONPATH}
+(cd benchmarks && "$python" -c 'import setuptools; setuptools.setup()' -q egg_info) || exit 1
 failed=0
 
 step() { # name, command...
@@ -74,7 +77,7 @@ distributed() {
   step distributed-tests "$python" -m pytest -m cuda tests/distributed
   step distributed-drawn "${products[@]}" --out "$out/drawn" grid:4096 rmat:22:16
   ((${#files[@]})) && step distributed-rcm "${products[@]}" --reorder rcm --out "$out/rcm" "${files[@]}"
-  step distributed-models torchrun --nproc-per-node="$gpus" benchmarks/distributed_models.py "$out"
+  step distributed-models torchrun --nproc-per-node="$gpus" benchmarks/scripts/distributed_models.py "$out"
 }
 
 for name in $steps; do
@@ -108,7 +111,7 @@ for name in $steps; do
       sanitize racecheck "bounds or narrow" spgemm_cuda # minutes
       sanitize synccheck "bounds or narrow" spgemm_cuda
       PYTORCH_NO_CUDA_MEMORY_CACHING=1 sanitize memcheck "not fork and not graph" solve_plan
-      PYTORCH_NO_CUDA_MEMORY_CACHING=1 sanitize memcheck "" split_and_model
+      PYTORCH_NO_CUDA_MEMORY_CACHING=1 sanitize memcheck "" splits
       # without MATMULS_POISON, whose deterministic algorithms are not recorded
       step sanitize-memcheck-replay compute-sanitizer --tool memcheck --error-exitcode 9 \
         "$python" -m pytest -q -m cuda -p no:cacheprovider tests/masked/test_replay.py
@@ -123,15 +126,15 @@ for name in $steps; do
     spmm) spmm ;;
     spmm-pruned) spmm_pruned ;;
     spmm-two-of-four) spmm_two_of_four ;;
-    sparse-linear) step sparse-linear "$python" benchmarks/sparse_linear.py "$out" ;;
-    constant) step constant "$python" benchmarks/constant.py "$out" ;;
-    blocks) step blocks "$python" benchmarks/blocks.py "$out" ;;
+    sparse-linear) step sparse-linear "$python" benchmarks/scripts/sparse_linear.py "$out" ;;
+    constant) step constant "$python" benchmarks/scripts/constant.py "$out" ;;
+    blocks) step blocks "$python" benchmarks/scripts/blocks.py "$out" ;;
     bench-bert) step bench-bert "$python" -m matmuls bench-bert --device cuda --out "$out" ;;
     host-times | masked-choices | encoders | attention-backends | pyg-steps | training-steps | batch-invariance)
-      step "$name" "$python" "benchmarks/${name//-/_}.py" "$out" ;;
-    traffic) step traffic "$python" benchmarks/traffic.py "$out" --minutes 30 --device cuda ;;
+      step "$name" "$python" "benchmarks/scripts/${name//-/_}.py" "$out" ;;
+    traffic) step traffic "$python" benchmarks/scripts/traffic.py "$out" --minutes 30 --device cuda ;;
     sparse-systems)
-      [ -n "${MATRICES:-}" ] && step sparse-systems "$python" benchmarks/sparse_systems.py "$out" "$MATRICES"/*.npz --device cuda ;;
+      [ -n "${MATRICES:-}" ] && step sparse-systems "$python" benchmarks/scripts/sparse_systems.py "$out" "$MATRICES"/*.npz --device cuda ;;
     distributed) distributed ;;
     *) echo "no step named $name" && failed=1 ;;
   esac

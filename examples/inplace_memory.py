@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 import matmuls
-from matmuls import measure
+from matmuls.timing import peak_memory
 
 
 def main() -> None:
@@ -51,9 +51,7 @@ def main() -> None:
         for name, (in_place, plain) in ways.items():
             given = x.clone()
             result = plain(x)
-            peaks = [
-                measure.peak_memory(lambda f=f, t=t: f(t), device) / 2**20 for f, t in ((in_place, given), (plain, x))
-            ]
+            peaks = [peak_memory(lambda f=f, t=t: f(t), device) / 2**20 for f, t in ((in_place, given), (plain, x))]
             difference = (given - result).abs().max().item()
             print(f"{name:>20}: {peaks[0]:7.2f} MiB in place, {peaks[1]:7.2f} MiB else, difference {difference:.1e}")
 

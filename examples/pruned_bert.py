@@ -14,8 +14,9 @@ import argparse
 import copy
 
 import torch
+from torch.utils.benchmark import Timer
 
-from matmuls import measure, nn
+from matmuls import nn
 from matmuls.bert import Encoder, model_folder
 
 TEXTS = [
@@ -46,7 +47,10 @@ def main() -> None:
     whole = encoder.embed(batch, "custom_mm")
 
     def ms(one: Encoder) -> float:
-        return measure.time_of_whole([lambda: one.embed(batch, "custom_mm")], device)[0].seconds * 1e3
+        timer = Timer(
+            "one.embed(batch, 'custom_mm')", globals={"one": one, "batch": batch}, num_threads=torch.get_num_threads()
+        )
+        return timer.blocked_autorange().median * 1e3
 
     layers = [m for layer in encoder.model.encoder.layer for m in (layer.intermediate.dense, layer.output.dense)]
     mib = sum(p.nbytes for m in layers for p in m.parameters()) / 2**20

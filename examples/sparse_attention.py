@@ -21,9 +21,10 @@ from collections.abc import Callable
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler, which measures memory on a CPU, logs otherwise
 
 import torch
+from torch.utils.benchmark import Timer
 
 import matmuls
-from matmuls import measure
+from matmuls.timing import peak_memory
 
 
 def window_and_global(tokens: int, window: int, global_tokens: int, device: str) -> torch.Tensor:
@@ -72,8 +73,8 @@ def main() -> None:
         def step(run: Callable[[], torch.Tensor] = run) -> None:
             torch.autograd.grad(run().sum(), (q, k, v))
 
-        seconds = measure.time_of_whole([step], device, rounds=3)[0].seconds
-        peak = measure.peak_memory(step, device) / 2**20
+        seconds = Timer("step()", globals={"step": step}, num_threads=torch.get_num_threads()).timeit(3).mean
+        peak = peak_memory(step, device) / 2**20
         print(f"{name:>6}: forward and backward {seconds * 1e3:9.1f} ms, {peak:8.1f} MiB above the inputs")
     print(f"largest difference of results and gradients: {largest:.1e}")
 

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.benchmark import Timer
 
-from . import measure
+from . import timing
 
 ATTENTION = "custom_mm"
 STOCK = "sdpa"  # transformers' default
@@ -113,7 +114,7 @@ class Encoder:
 
     def draw_heads(self, text: str, attention: str, file: Path) -> None:
         """Save a heat map of each head of the last layer (queries down, keys across). matplotlib's errors propagate."""
-        from . import bench, figures
+        from matplotlib.figure import Figure
 
         batch = self.batch([text])
         layers = self.run(batch, attention, probabilities=True).attentions
@@ -124,25 +125,23 @@ class Encoder:
         size = max(2.5, 0.16 * len(tokens))
         shown = text if len(text) <= 60 else f"{text[:57]}..."
         title = f'Attention of "{shown}" in layer {len(layers)} of {len(layers)} of {type(self.model).__name__}'
-        figure, axes = figures.start(
-            title, rows=rows, columns=columns, width=columns * size + 1, height=rows * size + 0.8
-        )
+        figure = Figure(figsize=(columns * size + 1, rows * size + 0.8), layout="constrained")
+        figure.suptitle(title, fontsize=11, fontweight="bold", parse_math=False)
+        axes = figure.subplots(rows, columns, squeeze=False).ravel()
         for n, axis in enumerate(axes):
             if n >= len(heads):
                 axis.set_axis_off()
                 continue
             image = axis.imshow(heads[n], vmin=0, vmax=1, cmap="Blues")
-            figures.name_axes(
-                axis,
-                "key: token attended to" if n + columns >= len(heads) else "",
-                "query: token that attends" if n % columns == 0 else "",
-                f"head {n + 1}",
-            )
-            axis.grid(visible=False)
+            axis.set_title(f"head {n + 1}", fontsize=9)
+            axis.set_xlabel("key: token attended to" if n + columns >= len(heads) else "", fontsize=9)
+            axis.set_ylabel("query: token that attends" if n % columns == 0 else "", fontsize=9)
             axis.set_xticks(range(len(tokens)), tokens, rotation=90, fontsize=6, parse_math=False)
             axis.set_yticks(range(len(tokens)), tokens, fontsize=6, parse_math=False)
-        figures.colour_scale(figure, image, axes, "probability (each row sums to 1)")
-        figures.finish(figure, file, figures.machine(bench.environment(self.model.device.type)))
+        figure.colorbar(image, ax=list(axes), label="probability (each row sums to 1)")
+        figure.supxlabel(f"{_device(self.model.device.type)}, torch {torch.__version__}", fontsize=7.5)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(file, dpi=150)
 
 
 @dataclass(frozen=True)
@@ -232,8 +231,8 @@ def compare(
         found = run()
         if name == attention and of_optimized == optimized:
             embeddings = found
-        ms = measure.time_of_whole([run], device)[0].seconds * 1e3
-        peak = measure.peak_memory(run, device) / 2**20
+        ms = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads()).blocked_autorange().median * 1e3
+        peak = timing.peak_memory(run, device) / 2**20
         difference = (found - truth).abs().max().item()
         runs.append(Run(name, of_optimized, probabilities, ms, peak, difference))
     if heads is not None:
@@ -242,13 +241,18 @@ def compare(
     ours = [run.difference for run in runs if run.ours]
     return Comparison(
         texts=texts,
-        device=torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads",
+        device=_device(device),
         dtype=str(dtype).removeprefix("torch."),
         similarities=(embeddings @ embeddings.T).tolist(),
         runs=runs,
         difference=torch.tensor(ours).max().item(),  # NaN if one is
         tolerance=None if dtype != torch.float32 else OPTIMIZED_TOLERANCE if optimized else TOLERANCE,
     )
+
+
+def _device(device: str) -> str:
+    """The name of the GPU, or how many threads a CPU runs."""
+    return torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
 
 
 def _optimize(model: Any) -> None:

@@ -27,7 +27,7 @@ import torch
 import triton
 from torch import Tensor
 
-from . import measure
+from . import timing
 from .masked import plain
 from .triton import configs
 from .triton.configs import Entry, Gpu, Tiles
@@ -443,7 +443,7 @@ def sets_of_inputs(p: Problem, l2: int) -> int:
 @torch.no_grad()
 def measure_on_gpu(p: Problem, tiles: list[Tiles]) -> list[float]:
     """Seconds of each of the tiles, after their results were checked, one call after the other."""
-    calls = [_call(p, seed) for seed in range(sets_of_inputs(p, measure.l2_bytes(torch.device("cuda"))))]
+    calls = [_call(p, seed) for seed in range(sets_of_inputs(p, timing.l2_bytes(torch.device("cuda"))))]
 
     def run(t: Tiles, ours: Callable[[], Results]) -> Results:
         configs.forced[p.operator] = t
@@ -460,7 +460,7 @@ def measure_on_gpu(p: Problem, tiles: list[Tiles]) -> list[float]:
                 del result
             del truth
         rivals = [[lambda t=t, ours=ours: run(t, ours) for ours, _ in calls] for t in tiles]
-        return [timing.seconds for timing in measure.time_on_gpu(rivals, 0.05)]
+        return [one.seconds for one in timing.time_on_gpu(rivals, 0.05)]
     except (triton.runtime.errors.OutOfResources, triton.runtime.errors.PTXASError) as error:
         raise Failed(str(error)) from None
     finally:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds wheels of matmuls, one for each version of torch. A wheel runs with the minor version of torch, the Python and
+# Builds wheels of matmuls, one for each version of torch, and that of matmuls-bench. A wheel runs with the minor version of torch, the Python and
 # the CUDA that it was built with; its version says which: matmuls-0.2.0+torch2.13.cpu-cp311-...whl.
 set -euo pipefail
 unset CDPATH
@@ -50,8 +50,8 @@ install() {
 
 # wheel KIND PYTHON: compiles what has changed since the last build of this kind in this folder
 wheel() {
-  rm -rf build/lib.* build/bdist.* # of another kind or an earlier version
-  MATMULS_CUDA=$([[ $1 == cuda ]] && echo 1 || echo 0) "$2" -m pip wheel -q --no-build-isolation --no-deps -w "$out" .
+  rm -rf build/lib.* build/bdist.* benchmarks/build # of another kind or an earlier version
+  MATMULS_CUDA=$([[ $1 == cuda ]] && echo 1 || echo 0) "$2" -m pip wheel -q --no-build-isolation --no-deps -w "$out" . ./benchmarks
 }
 
 for kind in "${kinds[@]}"; do

@@ -3,7 +3,7 @@
 # Then beside a torch of another minor version: the import must say so in one sentence, and so must `matmuls info`.
 set -euo pipefail
 usage="usage: tools/check_wheel.sh WHEEL OTHER_PYTHON [CLIENT]
-  WHEEL         as tools/build_wheels.sh makes it
+  WHEEL         as tools/build_wheels.sh makes it, in the folder of matmuls-bench's
   OTHER_PYTHON  an interpreter of an environment with another minor version of torch
   CLIENT        a file that mypy and pyright of PYTHON's environment check against the installed wheel
 From the environment: PYTHON, the interpreter for the new environment."
@@ -23,6 +23,21 @@ clean() { env -u PYTHONPATH PATH="$folder/venv/bin" "$@"; } # no compiler on PAT
 cp "$root/README.md" .
 clean python "$root/tools/run_blocks.py" README.md
 clean matmuls info
+for name in bert embed tune; do clean matmuls "$name" --help >/dev/null; done
+"$python" -m zipfile -l "$wheel" >files
+! grep -E 'matmuls/(ablation|bench|experiment|figures|matrices|report|specs)|matmuls_(bench|report)' files || exit 1
+for name in bench bench-bert spmm report; do
+  status=0
+  said=$(clean matmuls "$name" 2>&1) || status=$?
+  ((status == 2)) && [[ $said == "matmuls: $name is a command of matmuls-bench, which is not installed"* ]] ||
+    { echo "$said" && echo "check_wheel.sh: expected exit status 2 and what to install, got $status: $name" && exit 1; }
+done
+
+echo "== with matmuls-bench"
+venv/bin/python -m pip --disable-pip-version-check install -q "$(dirname "$wheel")"/matmuls_bench-*.whl
+for name in bench bench-bert report; do clean matmuls "$name" --help >/dev/null; done
+clean matmuls spmm grid:16 --n 4 --device cpu
+
 clean python -c 'import matmuls, sys; from importlib.metadata import requires, version
 torch = [r for r in requires("matmuls") if r.startswith(("torch<", "torch>", "torch="))]
 assert len(torch) == 1 and "<" in torch[0] and ">=" in torch[0], torch

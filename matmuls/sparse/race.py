@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from ..measure import time_warm
+from ..timing import time_warm
 from .names import DEFAULT
 
 CLOSE = 1.5  # times the fastest of the first round: those race again

@@ -280,7 +280,7 @@ void softmax_backward_row(const T* y, const T* grad, T* dx, int64_t columns, int
 
 constexpr int kTogether = 8;  // columns read before any of them is written
 // Up to this many columns the exponentials are kept: for a strip of 4 vectors they take 256 KiB of the L2 cache with
-// AVX-512. 1.2 to 1.6 times as fast as computing them twice, in 16 bits (benchmarks/softmax_dims_cpu.py).
+// AVX-512. 1.2 to 1.6 times as fast as computing them twice, in 16 bits (benchmarks/scripts/softmax_dims_cpu.py).
 constexpr int kKeptColumns = 1024;
 
 // One value for each of up to kMostSideBySide rows, read and written by full vectors.

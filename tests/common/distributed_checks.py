@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from common.distributed_processes import close, dense, drawn, mine, raises, sparse
 from matmuls import distributed
 from matmuls.distributed import part
-from matmuls.matrices import load
+from matmuls_bench.matrices import load
 
 SIZES = {1: [13], 2: [21, 8], 3: [14, 0, 17], 4: [9, 0, 23, 5]}  # rows of each rank
 

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import matmuls.nn
 from common.distributed_processes import raises
 from matmuls.distributed import Sharded
-from matmuls.specs import Draw
+from matmuls_bench.table import Draw
 
 ROWS, WIDTH, STEPS = 16, 8, 3
 # torch 2.13 renamed it

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import matmuls
 from common.table_cases import error
-from matmuls.specs import Draw
+from matmuls_bench.table import Draw
 
 INF, NAN = float("inf"), float("nan")
 SIXTEEN = [torch.bfloat16, torch.float16]

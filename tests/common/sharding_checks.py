@@ -8,7 +8,7 @@ from torch.torch_version import TorchVersion
 
 from common.distributed_processes import raises
 from matmuls.distributed.sharding import PARTIAL, RULES, placement, ways
-from matmuls.specs import Draw
+from matmuls_bench.table import Draw
 
 _ops = torch.ops.custom_mm
 BEFORE_213 = TorchVersion(torch.__version__) < (2, 13)

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from matmuls.specs import TABLE, Call, Draw, Spec
+from matmuls_bench.table import TABLE, Call, Draw, Spec
 
 # Under compute-sanitizer: results start as NaN (see conftest.py), and only our kernels access GPU memory.
 POISON = bool(os.environ.get("MATMULS_POISON"))

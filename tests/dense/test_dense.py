@@ -8,7 +8,7 @@ import torch
 
 import custom_mm
 import matmuls
-from matmuls.specs import Draw
+from matmuls_bench.table import Draw
 
 
 def draw(*shape, device="cpu", dtype=torch.float32, seed=0):

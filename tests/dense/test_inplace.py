@@ -7,8 +7,8 @@ import torch.nn.functional as F
 import custom_mm
 import matmuls
 from common.row_cases import assert_as_good_as_torch, draw, every_dtype
-from matmuls.measure import graph_of, peak_memory
 from matmuls.nn import InplaceLinear
+from matmuls.timing import graph_of, peak_memory
 
 WIDTHS = [8, 64, 100, 384, 768, 1000, 1024, 2048, 4096, 8192]
 

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 pytest.importorskip("triton")
 
-from matmuls import cli, measure, tune
+from matmuls import cli, timing, tune
 from matmuls.triton import configs
 from matmuls.triton.configs import Gpu, Tiles
 from matmuls.tune import Failed, Problem
@@ -51,7 +51,7 @@ def test_a_zero_result_must_be_exactly_zero(wrong):
 def test_a_check_converts_one_part_at_a_time(monkeypatch):
     monkeypatch.setattr(tune, "PART", 1 << 14)
     results = (torch.ones(1024, 1024, dtype=torch.float16),) * 2
-    peak = measure.peak_memory(lambda: tune.check(PROBLEM, TILES[0], results, results), "cpu")
+    peak = timing.peak_memory(lambda: tune.check(PROBLEM, TILES[0], results, results), "cpu")
     # in float32: a part of each, which a GPU converts as it subtracts, and their difference
     assert 4 * tune.PART < peak < 16 * tune.PART
 
@@ -69,11 +69,11 @@ def test_one_truth_and_one_result_are_alive(monkeypatch):
     def time_on_gpu(rivals, budget):
         timed.extend(rivals)
         assert not alive
-        return [measure.Timing(1e-5, 0.0, 1e-5)] * len(rivals)
+        return [timing.Timing(1e-5, 0.0, 1e-5)] * len(rivals)
 
     monkeypatch.setattr(tune, "_call", lambda p, seed: (lambda: result("ours"), lambda: result("truth")))
-    monkeypatch.setattr(measure, "l2_bytes", lambda device: 1 << 18)
-    monkeypatch.setattr(measure, "time_on_gpu", time_on_gpu)
+    monkeypatch.setattr(timing, "l2_bytes", lambda device: 1 << 18)
+    monkeypatch.setattr(timing, "time_on_gpu", time_on_gpu)
     assert tune.measure_on_gpu(PROBLEM, TILES) == [1e-5] * 3
     assert most == [["truth"], *[["ours", "truth"]] * 3] * 2
     assert [len(calls) for calls in timed] == [4] * 3

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from common.attention_cases import MASKS, B, D, E, H, K, Q, drawer, kept, operands, plain
-from matmuls import attention, measure
+from matmuls import attention, timing
 
 PIECES = {"whole": 1 << 30, "two heads": 2 * Q * K * 8, "two of the batch": 2 * H * Q * K * 8, "least": 1}
 
@@ -99,7 +99,7 @@ def test_peak_memory(device, recompute, scores, monkeypatch):
 
     step()
     small = 12 * q.nbytes  # copies, gradients, contexts
-    assert scores * 16 * matrix <= measure.peak_memory(step, device) <= (scores * 16 + 2) * matrix + small
+    assert scores * 16 * matrix <= timing.peak_memory(step, device) <= (scores * 16 + 2) * matrix + small
 
 
 def test_backward_does_not_change_the_probabilities():

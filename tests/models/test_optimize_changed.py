@@ -13,7 +13,7 @@ from transformers.models.bert.modeling_bert import BertIntermediate, BertOutput,
 
 from common.model_cases import SMALL, batch_of, model_of  # noqa: E402
 from common.optimize_cases import KNOWN, hidden  # noqa: E402
-from matmuls import measure  # noqa: E402
+from matmuls import timing  # noqa: E402
 from matmuls.bert import Encoder, ModelMissing, model_folder  # noqa: E402
 from matmuls.integrations.transformers import VerificationError, optimize, verify  # noqa: E402
 from matmuls.integrations.transformers import layers as module_under_test  # noqa: E402
@@ -220,7 +220,7 @@ def test_peak_memory_is_half(probabilities, device):
         with torch.inference_mode():
             run()
             kept.clear()
-            peaks.append(measure.peak_memory(run, device) - sum(x.nbytes for x in kept[0].attentions or ()))
+            peaks.append(timing.peak_memory(run, device) - sum(x.nbytes for x in kept[0].attentions or ()))
     assert peaks[1] <= 0.5 * peaks[0]
 
 
@@ -249,7 +249,7 @@ def test_peak_is_five_hidden_states(name, device):
     with torch.inference_mode():
         run()
         kept.clear()
-        assert measure.peak_memory(run, device) <= 5.3 * states
+        assert timing.peak_memory(run, device) <= 5.3 * states
 
 
 def test_compiled_models_use_stock_code():

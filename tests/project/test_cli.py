@@ -2,16 +2,13 @@
 
 import json
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import common.cli_cases  # noqa: F401
 from common.in_process import matmuls
-from matmuls import attention, cli, files, info
+from matmuls import attention, files, info
 from matmuls_cli.bert import ON_A_CPU
 
 
@@ -228,90 +225,11 @@ def test_weights_that_are_cut_off_are_an_error(tmp_path):
     assert f"cannot load a model and its tokenizer from {tmp_path}" in run.stderr
 
 
-@pytest.mark.parametrize("args", [("--rounds", "0"), ("--rounds", "-1"), ("--piece", "-2"), ("--chunk", "-3")])
-def test_bench_bert_rejects_counts_below_the_minimum(args):
-    run = CliRunner().invoke(cli.app, ["bench-bert", "--tiny", *args])
-    assert run.exit_code == 2
-    assert f"Invalid value for '{args[0]}'" in run.stderr
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_missing_gpu_is_an_error():
     run = matmuls("bert", "x", "--device", "cuda")
     assert run.returncode == 2
     assert "no CUDA device to run on; CUDA is off: " in run.stderr
-
-
-def test_bench_writes_json_and_no_progress_bar_into_a_file(tmp_path):
-    run = matmuls("bench", "cublasMM", "matmul_", "--quick", "--device", "cpu", "--out", str(tmp_path))
-    assert (run.returncode, run.stderr) == (0, "")
-    result = json.loads((tmp_path / "bench-cpu-cublasMM-matmul_.json").read_text())
-    assert {"commit", "torch", "command", "device", "date"} <= result["environment"].keys()
-    assert result["roofs"]["copy"] > 1e8
-    assert {r["operation"] for r in result["rows"]} == {"cublasMM"}  # the cases of matmul_ are too large for --quick
-    for row in result["rows"]:
-        assert row["ours_us"] > 0 < row["rival_us"]
-        assert abs(row["ratio"] - row["rival_us"] / row["ours_us"]) < 1e-9
-        if row["kind"] != "host":
-            assert row["error"] < 1e-5
-            shares = (
-                1e12 * row["tflops"] / result["roofs"]["product"]["float32"],
-                1e12 * row["tbps"] / result["roofs"]["copy"],
-            )
-            assert row["roof"] == pytest.approx(max(shares))
-
-
-@pytest.mark.exhaustive
-def test_a_signal_ends_a_bench_and_keeps_its_results(tmp_path):
-    """The second of two cases sends SIGTERM to its own process."""
-    code = """
-import os, signal
-from matmuls import bench
-right, calls = bench.measure_job, []
-def measure(job, *args):
-    calls.append(job)
-    if len(calls) == 2:
-        os.kill(os.getpid(), signal.SIGTERM)
-    return right(job, *args)
-bench.measure_job = measure
-from matmuls.cli import main
-main()
-"""
-    args = ("bench", "cublasMM", "--quick", "--device", "cpu", "--out", str(tmp_path))
-    run = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, timeout=300)
-    assert run.returncode == 143
-    assert "stopped" in run.stderr
-    result = json.loads((tmp_path / "bench-cpu-cublasMM.json").read_text())
-    assert (len(result["rows"]), result["environment"]["complete"]) == (1, False)
-
-
-@pytest.mark.exhaustive
-def test_bench_bert_measures_every_way_of_a_tiny_model(tmp_path):
-    args = ("--tiny", "--rounds", "2", "--piece", "1", "--piece", "2", "--chunk", "1", "--chunk", "3")
-    run = matmuls("bench-bert", *args, "--device", "cpu", "--out", str(tmp_path))
-    assert (run.returncode, run.stderr) == (0, "")
-    result = json.loads((tmp_path / "bert-cpu.json").read_text())
-    assert {"commit", "torch", "transformers", "command", "device"} <= result["environment"].keys()
-    tasks = {}
-    for row in result["rows"]:
-        tasks.setdefault(row["task"], []).append((row["way"], row["piece_mib"], row["chunk_mib"]))
-        assert row["ms"] > 0 < row["above_mib"] <= row["peak_mib"]
-        assert row["error"] < 1e-6
-    pieces, chunks = (1, 2), (1, 3)
-    optimized = [("custom_mm, optimized", piece, chunk) for chunk in chunks for piece in pieces]
-    ours = [("custom_mm", piece, None) for piece in pieces]
-    again = [("custom_mm, recompute", piece, None) for piece in pieces]
-    hidden = [("sdpa", None, None), ("custom_mm", None, None)]
-    hidden += [("custom_mm, optimized", None, chunk) for chunk in chunks]
-    assert tasks == {
-        "probabilities": [("eager", None, None), *ours, *optimized],
-        "hidden states": hidden,
-        "hidden states, padded": hidden,
-        "training": [("eager", None, None), ("sdpa", None, None), *ours, *again],
-        "training, probabilities returned": [("eager", None, None), *ours],
-    }
-    returned = [row["peak_mib"] - row["above_mib"] for row in result["rows"] if row["task"] == "probabilities"]
-    assert returned == [pytest.approx(2 * 3 * 4 * 16 * 16 * 4 / 2**20)] * 7
 
 
 def test_files_are_written_atomically(tmp_path):

@@ -8,15 +8,14 @@ import subprocess
 import sys
 import time
 from importlib.metadata import version
-from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
+from typer.testing import CliRunner
 
-from matmuls import bert, experiment, figures
-from matmuls_cli import screen
-from matmuls_cli.spmm import show_spmm
+from matmuls import bert
+from matmuls_cli import app, screen
 
 COMMANDS = ("info", "bert", "embed", "bench", "bench-bert", "tune", "spmm", "report")
 HEAVY = (
@@ -67,6 +66,41 @@ def test_help_is_quick(args):
     end = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert (end.ru_utime + end.ru_stime - begin.ru_utime - begin.ru_stime) / 4 < 1
     assert min(walls) < 4
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """matmuls without matmuls-bench, that is without entry points."""
+    monkeypatch.setattr(app, "entry_points", lambda **names: ())
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["x", "--quick"]], ids=" ".join)
+@pytest.mark.parametrize("name", ["bench", "bench-bert", "spmm", "report"])
+def test_a_command_of_matmuls_bench_says_what_to_install(alone, name, arguments):
+    run = CliRunner().invoke(app.app, [name, *arguments])
+    assert (run.exit_code, run.stdout) == (2, "")
+    needed = "matmuls-bench, which is not installed; run in a clone of the repository: pip install ./benchmarks"
+    assert run.stderr == f"matmuls: {name} is a command of {needed}\n"
+
+
+def test_only_commands_that_are_installed_are_listed(alone):
+    listed = re.findall(r"^│ ([a-z][a-z-]*) ", CliRunner().invoke(app.app, ["--help"]).stdout, re.M)
+    assert listed == ["info", "bert", "embed", "tune"]
+
+
+def test_own_commands_look_for_no_others(monkeypatch):
+    def looked_up(**names):
+        raise AssertionError(names)
+
+    monkeypatch.setattr(app, "entry_points", looked_up)
+    assert CliRunner().invoke(app.app, ["info", "--help"]).exit_code == 0
+    assert CliRunner().invoke(app.app, ["--version"]).exit_code == 0
+
+
+def test_a_command_of_matmuls_bench_takes_its_place():
+    run = CliRunner().invoke(app.app, ["spmm", "-h"])
+    assert run.exit_code == 0
+    assert "Time every way to multiply the sparse matrices you name" in run.stdout
 
 
 AT_IMPORT = """
@@ -169,26 +203,6 @@ def test_another_failing_import_keeps_its_words():
     assert screen.missing(own) == "No module named 'matmuls.x'"
 
 
-def made_up(**results):
-    return experiment.Case("m", 9, 9, 9, 3, "float32", 4, 1.0, results, "by_rows", 1.0, 1, calls=5, calls_us=1.0)
-
-
-def test_candidates_without_a_time_have_their_reason(capsys):
-    def lacks():
-        raise ModuleNotFoundError("No module named 'scipy'", name="scipy")
-
-    def refuses():
-        raise RuntimeError("no kernel for this layout\nmore")
-
-    run, scipy = experiment.measured._checked(lacks, torch.ones(1))
-    assert (run, scipy) == (None, experiment.Result(refused="not installed"))
-    _, torchs = experiment.measured._checked(refuses, torch.ones(1))
-    show_spmm([made_up(plan=experiment.Result(1.0, 0.0), scipy=scipy, torch=torchs)])
-    shown = capsys.readouterr().out
-    assert re.search(r"scipy +│ +not installed", shown)
-    assert "\nscipy: not installed\ntorch: refused: no kernel for this layout\n" in shown
-
-
 def test_progress_is_plain_lines_where_stderr_is_no_terminal(monkeypatch, capsys):
     with screen.Steps("first", total=4) as steps:
         steps.next("second")
@@ -238,24 +252,13 @@ def test_bert_says_what_runs_as_often_as_it_says(folder):
     assert told[-1] == "timing custom_mm, optimized with probabilities"
 
 
-@pytest.fixture
-def drawn(monkeypatch):
-    """The figures that were finished, with their captions, which are written as well."""
-    pytest.importorskip("matplotlib")
-    kept, finish = [], figures.finish
-
-    def keep(figure, path, caption, **options):
-        kept.append((figure, caption))
-        finish(figure, path, caption, **options)
-
-    monkeypatch.setattr(figures, "finish", keep)
-    return kept
-
-
-def test_the_picture_of_heads_says_what_it_shows(folder, drawn, tmp_path):
+def test_the_picture_of_heads_says_what_it_shows(folder, monkeypatch, tmp_path):
+    mpl = pytest.importorskip("matplotlib.figure")
+    drawn, save = [], mpl.Figure.savefig
+    monkeypatch.setattr(mpl.Figure, "savefig", lambda figure, *a, **k: (drawn.append(figure), save(figure, *a, **k)))
     encoder = bert.Encoder.load(folder, "cpu", torch.float32)
     encoder.draw_heads("How old are you?", "custom_mm", tmp_path / "heads.png")
-    ((figure, caption),) = drawn
+    (figure,) = drawn
     assert figure.get_suptitle() == 'Attention of "How old are you?" in layer 6 of 6 of BertModel'
     *heads, scale = figure.axes
     assert [axes.get_title() for axes in heads] == [f"head {n}" for n in range(1, 13)]
@@ -263,30 +266,5 @@ def test_the_picture_of_heads_says_what_it_shows(folder, drawn, tmp_path):
     assert {axes.get_ylabel() for axes in heads[::4]} == {"query: token that attends"}
     assert [t.get_text() for t in heads[0].get_xticklabels()] == ["[CLS]", "how", "old", "are", "you", "?", "[SEP]"]
     assert scale.get_ylabel() == "probability (each row sums to 1)"
-    assert f"torch {torch.__version__}" in caption
-    assert not caption.startswith("torch")  # the machine comes first
+    assert figure.get_supxlabel() == f"CPU, {torch.get_num_threads()} threads, torch {torch.__version__}"
     assert (tmp_path / "heads.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize("sweep", [False, True])
-def test_plots_of_products_name_axes_and_machine(drawn, tmp_path, sweep):
-    cases = [made_up(plan=experiment.Result(us, 0.0), scipy=experiment.Result(2 * us, 0.0)) for us in (1.0, 2.0)]
-    machine = {"device": "some CPU", "torch": "2.13.0", "date": "2026-01-01", "commit": None}
-    experiment.plot(tmp_path / "spmm.png", cases, sweep, machine)
-    ((figure, caption),) = drawn
-    (axes,) = figure.axes
-    assert caption == "some CPU, torch 2.13.0, 2026-01-01"
-    assert axes.get_ylabel() == "time of A @ B, µs (lower is better)"
-    assert axes.get_xlabel() == ("share of zeros in A" if sweep else "matrix A")
-    assert axes.get_title() == "float32, B of 4 columns"
-    named = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert named == ["plan", "scipy", "floor: a copy of the bytes that must move"]
-
-
-def test_the_cpu_of_a_measurement_is_named():
-    from matmuls.bench import environment
-
-    named, facts = environment("cpu")["device"], Path("/proc/cpuinfo")
-    assert named
-    models = re.findall(r"model name\s*: (.*)", facts.read_text()) if facts.exists() else []
-    assert named in models or not models

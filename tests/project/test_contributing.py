@@ -25,7 +25,7 @@ CHECK_THE_ROW = """
 import math, sys
 import torch
 torch.ops.load_library(sys.argv[1])
-from matmuls.specs.spec import *
+from matmuls_bench.table.spec import *
 exec(open(sys.argv[2]).read())
 exec(open(sys.argv[3]).read())
 import pytest
@@ -74,12 +74,12 @@ def compiled(source: Path, folder: Path) -> Path:
 @pytest.mark.exhaustive  # compiles it
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 def test_the_operation_is_complete(tmp_path):
-    for title in ("src/dense/scale.cu", "matmuls/dense.py", "matmuls/specs/dense.py"):
+    for title in ("src/dense/scale.cu", "matmuls/dense.py", "benchmarks/matmuls_bench/table/dense.py"):
         file = tmp_path / title
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(BLOCKS[title])
     library = compiled(tmp_path / "src/dense/scale.cu", tmp_path)
-    files = [library, tmp_path / "matmuls/dense.py", tmp_path / "matmuls/specs/dense.py"]
+    files = [library, tmp_path / "matmuls/dense.py", tmp_path / "benchmarks/matmuls_bench/table/dense.py"]
     command = [sys.executable, "-c", CHECK_THE_ROW, *map(str, files), "scale_"]
     run = subprocess.run(command, cwd=ROOT / "tests", capture_output=True, text=True)
     assert run.stdout.strip().endswith("checked scale_"), run.stderr

@@ -84,7 +84,7 @@ def test_a_small_parquet_file_takes_little_memory(tmp_path, how):
 
 
 LOAD = """
-from matmuls import matrices
+from matmuls_bench import matrices
 before = peak()
 try:
     matrices.load(sys.argv[1])

@@ -92,10 +92,11 @@ def test_sparse_attention():
 
 @pytest.mark.exhaustive
 def test_graph_network():
-    out = example("graph_network", "--graph", "grid:24", "--width", 16, "--steps", 8)
+    out = example("graph_network", "--points", 576, "--edges", 1000, "--width", 16, "--steps", 8)
     assert words(out) == words(expected("graph_network"))
     points, *ways = out.splitlines()
-    assert points == f"576 points, {576 + 4 * 24 * 23} nonzeros, 16 features"
+    nonzeros = int(re.fullmatch(r"576 points, (\d+) nonzeros, 16 features", points)[1])
+    assert 1200 < nonzeros < 576 + 2 * 1000
     first, last = zip(*(map(float, re.search(r"loss ([\d.]+) to ([\d.]+)", way).groups()) for way in ways), strict=True)
     assert first[0] == pytest.approx(first[1], abs=1e-3)
     assert last[0] == pytest.approx(last[1], abs=1e-3)
@@ -136,7 +137,7 @@ def test_inplace_memory():
         ("inplace_memory", ("--rows", 0), "--rows and"),
         ("sparse_attention", ("--tokens", 4), "--tokens and"),  # fewer tokens than global ones
         ("sparse_attention", ("--window", -1), "--tokens and"),
-        ("graph_network", ("--steps", 0), "--width, --classes and --steps"),
+        ("graph_network", ("--steps", 0), "every number is"),
         ("pyg_node_classification", ("--nodes", 8), "--nodes is"),
     ],
 )
@@ -146,19 +147,3 @@ def test_invalid_sizes_are_errors(name, args, told):
     run = script(ROOT / "examples" / f"{name}.py", *args)
     assert run.returncode == 2
     assert f"error: {told}" in run.stderr
-
-
-@pytest.mark.exhaustive(keep=1)
-@pytest.mark.parametrize(
-    ("graph", "told"),
-    [
-        ("pruned:8x16:0.5", "expected a graph, a square matrix, got 8 x 16"),
-        ("none.mtx", "cannot read the graph none.mtx: No such file or directory"),
-        ("none", "cannot read the graph none: expected a file ending in .mtx, .npz, .graph, .metis, or rmat, grid, "),
-    ],
-)
-def test_an_unusable_graph_is_an_error(graph, told):
-    run = script(ROOT / "examples/graph_network.py", "--graph", graph)
-    assert run.returncode == 1
-    assert run.stderr.startswith(told)
-    assert run.stderr.count("\n") == 1

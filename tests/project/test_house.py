@@ -8,18 +8,19 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from matmuls.specs import TABLE
+from matmuls_bench.table import TABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 OPERATIONS = {"dense", "fused_softmax", "inplace", "masked", "rowwise", "sparse"}  # the families
 # module -> what of ours it may import:
-# `operations <- specs <- bench <- report <- cli`, `operations <- attention <- integrations`
+# `operations <- attention <- integrations`
 MAY_IMPORT = {
     # the last five at first access
     "matmuls": OPERATIONS | {"batching", "older_names"} | {"attention", "blocks", "distributed", "integrations", "nn"},
@@ -51,7 +52,7 @@ MAY_IMPORT = {
     "attention": {"custom_mm", "dense", "device", "fused_softmax"},
     "nn": OPERATIONS | {"custom_mm", "stacked"},
     "stacked": set(),
-    "tune": {"masked", "measure", "triton"},
+    "tune": {"masked", "timing", "triton"},
     "blocks": {"custom_mm", "registration", "triton"},
     "batching": {"blocks", "custom_mm", "masked", "registration"},
     "fused_softmax": {"custom_mm", "registration"},
@@ -73,7 +74,7 @@ MAY_IMPORT = {
     | {f"sparse.{m}" for m in ("chunks", "costs", "csr_pattern", "names", "prepared")},
     "sparse.layouts": {"custom_mm", "device"}
     | {f"sparse.{m}" for m in ("csr_pattern", "default_spmm", "packed_mma", "prepared", "reordered", "smem_tiles")},
-    "sparse.race": {"measure", "sparse.names"},
+    "sparse.race": {"sparse.names", "timing"},
     "sparse.select": {"custom_mm", "device", "sparse.smem_tiles"}
     | {f"sparse.{m}" for m in ("costs", "csr_pattern", "default_spmm", "layouts", "names")},
     "sparse.selector": {"custom_mm", "registration"}
@@ -109,68 +110,12 @@ MAY_IMPORT = {
     "distributed.sharding": {"blocks", "masked"},
     "distributed.splits": {"distributed.group"},
     "distributed.styles": {"distributed.group", "distributed.sharding", "masked", "nn"},
-    "distributed.model": {"distributed.group", "distributed.splits"},
-    "distributed.bench": {"matrices", "sparse.plan"}
-    | {f"distributed.{m}" for m in ("group", "model", "plans", "splits")},
     "older_names": {f"sparse.{m}" for m in ("chunks", "csr_pattern", "layouts", "reordered", "selector")},
-    "specs": {"specs"},
-    "specs.spec": set(),
-    "specs.drawn": set(),
-    **{f"specs.{family}": {family, "custom_mm", "specs.drawn", "specs.spec"} for family in OPERATIONS},
-    "specs.inplace": {"inplace", "specs.dense", "specs.drawn", "specs.spec"},
-    "specs.fused_softmax": {"dense", "fused_softmax", "specs.drawn", "specs.rowwise", "specs.spec"},
-    "specs.attention": {"attention", "specs.drawn", "specs.fused_softmax", "specs.spec"},
-    "specs.sparse": {"sparse", "specs.rowwise", "specs.spec"},
-    "specs.cusparse": {"custom_mm", "specs.sparse", "specs.spec"},
     "device": {"custom_mm"},
-    "figures": set(),
     "files": set(),
-    "measure": set(),
+    "timing": set(),
     "info": {"custom_mm", "device", "matmuls"},
-    "bench": {"bench"},
-    "bench.machine": {"custom_mm", "measure", "specs"},
-    "bench.rows": {"bench.machine", "files"},
-    "bench.jobs": {"bench.machine", "bench.rows", "specs"},
-    "bench.timing": {"bench.jobs", "bench.machine", "bench.rows", "measure", "specs"},
-    "matrices": set(),
-    "experiment": {"experiment"},
-    "experiment.cases": {"bench", "files", "sparse"},
-    "experiment.candidates": {"custom_mm", "experiment.cases", "matrices", "sparse"},
-    "experiment.measured": {"bench", "experiment.candidates", "experiment.cases", "matrices", "measure", "sparse"},
-    "experiment.summary": {"bench", "experiment.cases", "figures", "sparse"},
-    "ablation": {"bench", "files"},
-    "ablation.dense": {"ablation", "custom_mm", "measure"},
-    "ablation.rows": {"ablation", "custom_mm", "measure"},
-    "ablation.sparse": {"ablation", "custom_mm", "experiment", "matrices", "measure", "sparse"},
-    "bench_bert": {"attention", "bench", "files", "measure", "integrations.transformers"},
-    "bert": {"bench", "figures", "measure", "integrations.transformers"},
-    "report": {"files", "report"},
-    "report.format": {"bench"},
-    "report.plot": {"bench", "figures", "report.format"},
-    "report.kernels": {"ablation", "report.format", "report.page", "report.results"},
-    "report.results": {"ablation", "experiment", "figures"},
-    "report.page": {f"report.{m}" for m in ("format", "plot", "results")},
-    "report.times": {"bench", "report.format", "report.results"},
-    "report.headlines": {"bench", "experiment"}
-    | {f"report.{m}" for m in ("format", "graphs", "masked", "plot", "results", "times")},
-    "report.distributed": {"report.format", "report.page", "report.results"},
-    "report.graphs": {"bench", "report.format", "report.page", "report.results"},
-    **{
-        f"report.{page}": {"bench", "experiment", "figures", "integrations.transformers", "report", "specs"}
-        for page in (
-            "attention",
-            "dense",
-            "encoders",
-            "host",
-            "index",
-            "inplace",
-            "masked",
-            "rows",
-            "sparse",
-            "support",
-        )
-    },
-    "report.sparse_layers": {"experiment", "report"},
+    "bert": {"timing", "integrations.transformers"},
     "cli": set(),  # the command line is the package matmuls_cli, which may import all of it
     "__main__": set(),
     "integrations": set(),
@@ -256,6 +201,43 @@ def test_import_rules():
             m for m in imports_of(path, package) if m not in allowed and not any(m.startswith(f"{a}.") for a in allowed)
         }
         assert not taken, f"{name} may not import {taken}"
+
+
+def test_what_is_installed_imports_no_benchmarks():
+    """matmuls-bench depends on matmuls, not the other way; the generator of pages depends on both."""
+    for folder in ("custom_mm", "matmuls", "matmuls_cli", "benchmarks/matmuls_bench"):
+        others = ("matmuls_report",) if folder.startswith("benchmarks") else ("matmuls_bench", "matmuls_report")
+        for path in (ROOT / folder).rglob("*.py"):
+            found = {module.split(".")[0] for module in imported(path)} & set(others)
+            assert not found or path.name == "report.py", f"{path} imports {found}"
+
+
+def imported(path: Path) -> set[str]:
+    """Names of the modules that a file imports, relative ones left out."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names.add(node.module)
+    return names
+
+
+def test_both_distributions_have_one_version():
+    import matmuls
+
+    project = tomllib.loads((ROOT / "benchmarks/pyproject.toml").read_text())["project"]
+    assert project["version"] == matmuls.__version__
+    assert f"matmuls=={matmuls.__version__}" in project["dependencies"]
+
+
+def test_all_packages_are_listed():
+    """setuptools installs those of its list alone."""
+    for folder in (ROOT, ROOT / "benchmarks"):
+        listed = tomllib.loads((folder / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+        tops = {name.split(".")[0] for name in listed}
+        found = {path.parent for top in tops for path in (folder / top).rglob("__init__.py")}
+        assert sorted(listed) == sorted(".".join(path.relative_to(folder).parts) for path in found)
 
 
 def test_the_face_of_the_compiled_module_imports_nothing_of_ours():
@@ -345,7 +327,7 @@ def test_a_source_archive_has_all_that_builds(tmp_path):
         shutil.copytree(
             ROOT / name,
             tmp_path / name,
-            ignore=shutil.ignore_patterns("*.so", "__pycache__", "_build.py", ".mypy_cache"),
+            ignore=shutil.ignore_patterns("*.so", "__pycache__", "_build.py", ".mypy_cache", "*.egg-info", "build"),
         )
     files = [p for p in ROOT.iterdir() if p.is_file() and not p.name.startswith(".")]
     for file in files:
@@ -383,9 +365,11 @@ def test_the_installer_takes_paths_with_spaces_and_a_cdpath(tmp_path):
         (tmp_path / name).write_text("#!/bin/bash\nexit 1\n" if name.startswith("no") else yes)
         (tmp_path / name).chmod(0o755)
     (tmp_path / "c d/src/glue").mkdir(parents=True)
-    (tmp_path / "c d/matmuls").mkdir()
+    for name in ("matmuls", "benchmarks"):
+        (tmp_path / "c d" / name).mkdir()
     shutil.copytree(ROOT / "tools/pins", tmp_path / "c d/tools/pins")
-    for name in ("install_deps.sh", "pyproject.toml", "setup.py", "src/glue/rows.h", "matmuls/__init__.py"):
+    copied = "install_deps.sh", "pyproject.toml", "setup.py", "src/glue/rows.h", "matmuls/__init__.py"
+    for name in (*copied, "benchmarks/pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path / "c d" / name)
     env = {"CDPATH": ".", "CXX": "true", "PYTHON": str(tmp_path / "a b/python")}
     run = subprocess.run(
@@ -399,7 +383,7 @@ def test_the_installer_takes_paths_with_spaces_and_a_cdpath(tmp_path):
     assert f"ready: {tmp_path / 'c d/.venv'}\n" in run.stdout
 
 
-@pytest.mark.parametrize("module", ["matmuls", "custom_mm", "matmuls.specs"])
+@pytest.mark.parametrize("module", ["matmuls", "custom_mm", "matmuls_bench.table"])
 def test_importing_is_light(module):
     """No optional package, and no CUDA context, comes with an import."""
     optional = (

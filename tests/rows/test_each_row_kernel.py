@@ -5,7 +5,7 @@ import torch
 
 import custom_mm
 from custom_mm import _C
-from matmuls.ablation import rows
+from matmuls_bench.kernels import rows
 
 ROW_KERNELS = _C.row_kernels()
 

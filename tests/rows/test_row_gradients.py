@@ -8,7 +8,7 @@ import torch
 
 import matmuls
 from common.row_cases import SCALE, draw, layer_norm, rms_norm
-from matmuls.measure import peak_memory
+from matmuls.timing import peak_memory
 
 # --------------------------------------------------------------------------------- in place: what autograd must see
 

@@ -15,7 +15,7 @@ from common.row_cases import (
     with_gradients,
 )
 from common.table_cases import batch_innermost, off_by_one_element, padded_rows, stepped, transposed
-from matmuls.specs import Draw
+from matmuls_bench.table import Draw
 
 COLUMNS = [1, 2, 3, 31, 32, 33, 127, 128, 256, 384, 512, 600, 768, 1000, 1024, 1025, 2048, 4096]
 COLUMNS += [8191, 8192, 16384, 24584, 65536, 100003, 100352, 262144]

@@ -8,8 +8,8 @@ import torch
 import matmuls
 from common.row_cases import SCALE, assert_as_good_as_torch, draw, layer_norm, with_gradients
 from common.table_cases import padded_rows, transposed
-from matmuls.measure import graph_of, peak_memory
-from matmuls.specs import Draw
+from matmuls.timing import graph_of, peak_memory
+from matmuls_bench.table import Draw
 
 # -------------------------------------------------------------------------------------------------------------- memory
 

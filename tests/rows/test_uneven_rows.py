@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from common.row_cases import SIXTEEN, assert_as_good_as_torch
 from matmuls import layer_norm_, rms_norm_, scaled_masked_softmax, softmax_, softmax_backward_
-from matmuls.specs import Draw
+from matmuls_bench.table import Draw
 
 LENGTHS = [*range(1, 70), 127, 129, 197, 255, 257, 263, 264, 265, 270]
 LENGTHS += [577, 641, 767, 769, 1023, 1055, 1057, 2047, 2049, 2111, 2113]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from matmuls import measure
+from matmuls import timing
 from matmuls.sparse import race, selector
 
 
@@ -13,7 +13,7 @@ def dense_wins(monkeypatch):
 
     def time(runs, device, rounds):
         measured.append(len(runs))
-        return [measure.Timing(10.0**-i, 0.0, 10.0**-i) for i in range(len(runs))]
+        return [timing.Timing(10.0**-i, 0.0, 10.0**-i) for i in range(len(runs))]
 
     monkeypatch.setattr(race, "time_warm", time)
     monkeypatch.setattr(selector.Selector, "_estimates", lambda *args: {})

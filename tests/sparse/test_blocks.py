@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from matmuls import measure, plan, spmm
+from matmuls import plan, spmm, timing
 from matmuls.blocks import KERNEL_SIZES, bsr_sddmm, bsr_spmm
 from matmuls.sparse import layouts, race, select
 from matmuls.sparse.tensor_pattern import pattern_of
@@ -176,7 +176,7 @@ def blocks_win(monkeypatch):
     monkeypatch.setattr(
         race,
         "time_warm",
-        lambda runs, device, rounds: [measure.Timing(10.0**-i, 0.0, 10.0**-i) for i in range(len(runs))],
+        lambda runs, device, rounds: [timing.Timing(10.0**-i, 0.0, 10.0**-i) for i in range(len(runs))],
     )
 
 

@@ -6,7 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 
 from common.choice_cases import assert_as_exact_as_float32, draw
-from matmuls import measure, plan, spmm
+from matmuls import plan, spmm, timing
 from matmuls.sparse import race
 
 
@@ -36,7 +36,7 @@ def test_the_chosen_layout_stays_for_graphs_that_read_it(dense_wins, monkeypatch
     made @ b
     kept = made._selector.tensors
     monkeypatch.setattr(
-        race, "time_warm", lambda runs, *_: [measure.Timing(1.0 + i, 0.0, 1.0 + i) for i in range(len(runs))]
+        race, "time_warm", lambda runs, *_: [timing.Timing(1.0 + i, 0.0, 1.0 + i) for i in range(len(runs))]
     )
     plan(made, tune=[b.shape[1]])  # ours wins now
     assert "by_rows" in made.explain().splitlines()[-1].partition("*")[0]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from matmuls import measure, plan, spmm
+from matmuls import plan, spmm, timing
 from matmuls.device import has_hopper_kernels
 from matmuls.sparse import costs, race, select, selector
 
@@ -415,7 +415,7 @@ def test_a_plan_of_halves_follows_its_values(name, monkeypatch):
         pytest.skip("halves are Hopper's")
 
     def last_is_fastest(runs, device, rounds):
-        return [measure.Timing(10.0**-i, 0.0, 10.0**-i) for i in range(len(runs))]
+        return [timing.Timing(10.0**-i, 0.0, 10.0**-i) for i in range(len(runs))]
 
     monkeypatch.setattr(race, "time_warm", last_is_fastest)
     monkeypatch.setattr(selector.Selector, "_estimates", lambda *args: {})

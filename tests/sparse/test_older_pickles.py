@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from matmuls import experiment
 from matmuls.sparse import select
+from matmuls_bench import spmm as products
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -81,5 +81,5 @@ def test_kernels_in_older_results_are_known():
     assert set(select.OLD_NAMES.values()) <= known
     for path in (ROOT / "benchmarks/results").glob("spmm-*.json"):
         stored = {c["chosen"] for c in json.loads(path.read_text())["cases"]}
-        assert {c.chosen for c in experiment.load(path)} <= known, path.name
+        assert {c.chosen for c in products.load(path)} <= known, path.name
         assert stored <= known | set(select.OLD_NAMES), path.name

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from matmuls import measure, plan, sparse
+from matmuls import plan, sparse, timing
 from matmuls.nn import SparseLinear
 from matmuls.sparse import layouts, race, selector
 
@@ -18,7 +18,7 @@ ROWS, COLUMNS, WIDTH = 96, 80, 128
 def copies_win(monkeypatch):
     """Layouts that keep a copy of the values are chosen whenever allowed."""
     monkeypatch.setattr(
-        race, "time_warm", lambda runs, *_: [measure.Timing(10.0**-i, 0.0, 10.0**-i) for i in range(len(runs))]
+        race, "time_warm", lambda runs, *_: [timing.Timing(10.0**-i, 0.0, 10.0**-i) for i in range(len(runs))]
     )
     monkeypatch.setattr(selector.Selector, "_estimates", lambda *_: {})
     monkeypatch.setattr(selector, "SMALLEST", 0)

@@ -17,9 +17,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import matmuls
-from matmuls import specs
 from matmuls.nn import SparseLinear
-from matmuls.specs.spec import Draw
+from matmuls_bench import table
+from matmuls_bench.table.spec import Draw
 
 # limit of additional address space: larger sizes raise instead of exhausting the machine's memory
 EXTRA_BYTES = 3 << 30
@@ -161,7 +161,7 @@ def recorded(most: int = 6) -> dict[str, list[Base]]:
     torch.manual_seed(0)
     with Recorder(most) as recorder:
         layouts()
-        for spec in specs.TABLE:
+        for spec in table.TABLE:
             for dtype in spec.dtypes:
                 for call in (*spec.samples(Draw(dtype)), *spec.empty(Draw(dtype))):
                     grads = spec.gradient and dtype in (torch.float64, torch.float32)

@@ -5,7 +5,7 @@ import torch
 
 import matmuls
 from matmuls import attention
-from matmuls.specs import TABLE, Call, Draw
+from matmuls_bench.table import TABLE, Call, Draw
 
 WIDTHS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 # The forward half of attend; attend itself casts.

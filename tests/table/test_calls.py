@@ -10,7 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from custom_mm import _C
-from matmuls import measure, plan, spmm
+from matmuls import plan, spmm, timing
 from matmuls.device import has_hopper_kernels
 from matmuls.sparse import race, select, selector
 
@@ -189,7 +189,7 @@ def test_threads_bind_and_call_at_once():
 def test_a_deallocation_may_call_the_same_plan(monkeypatch):
     """As another thread may: torch releases the GIL while it frees a tensor."""
     monkeypatch.setattr(
-        race, "time_warm", lambda runs, *_: [measure.Timing(10.0**-i, 0.0, 10.0**-i) for i in range(len(runs))]
+        race, "time_warm", lambda runs, *_: [timing.Timing(10.0**-i, 0.0, 10.0**-i) for i in range(len(runs))]
     )
     monkeypatch.setattr(selector.Selector, "_estimates", lambda *args: {})
     dense, made, _ = draw(rows=96, columns=80, density=0.5, constant=True)

@@ -7,7 +7,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import custom_mm
 import matmuls
 from matmuls import attention
-from matmuls.specs import Call, Draw
+from matmuls_bench.table import Call, Draw
 
 SIZES = [(2, 7, 11, 6), (3, 8, 12, 5), (4, 9, 300, 33), (5, 700, 1100, 7), (2, 5, 8, 4)]  # batch, rows, columns, inner
 

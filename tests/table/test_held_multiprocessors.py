@@ -13,7 +13,7 @@ import matmuls
 from common.held import held, seconds_beside
 from common.row_cases import draw
 from custom_mm import _C
-from matmuls.measure import graph_of
+from matmuls.timing import graph_of
 
 pytestmark = [pytest.mark.cuda, pytest.mark.timeout(120, method="thread")]  # a signal cannot end a wait for the GPU
 ops = torch.ops.custom_mm

@@ -16,7 +16,7 @@ import matmuls
 from matmuls import device, info
 from matmuls.attention import reads_strided
 from matmuls.sparse import select
-from matmuls.specs import Draw
+from matmuls_bench.table import Draw
 
 ops = torch.ops.custom_mm
 GPUS = {

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import custom_mm
-from matmuls.specs import TABLE, operators
+from matmuls_bench.table import TABLE, operators
 
 CUDA_BUILD = custom_mm.build_info()["cuda"] is not None
 

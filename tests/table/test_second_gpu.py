@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import common.table_cases as table
-from matmuls import bench, masked_linear, plan
-from matmuls.bench.jobs import cost_of
-from matmuls.bench.timing import errors_of
+from matmuls import masked_linear, plan
+from matmuls_bench import operations
+from matmuls_bench.operations.jobs import cost_of
+from matmuls_bench.operations.timing import errors_of
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 SECOND = "cuda:1"
@@ -44,7 +45,7 @@ def test_gradcheck(spec, dtype):
 
 @torch.no_grad()
 def test_large_cases():
-    jobs = bench.plan([], "cuda", [torch.bfloat16, torch.float32], quick=False)
+    jobs = operations.plan([], "cuda", [torch.bfloat16, torch.float32], quick=False)
     seen = 0
     for job in jobs:
         if job.kind != "gpu" or cost_of(job) > LARGEST:

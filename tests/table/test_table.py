@@ -20,7 +20,7 @@ from common.table_cases import (
     with_gradients,
 )
 from matmuls import matmul
-from matmuls.specs import TABLE, Call, Draw
+from matmuls_bench.table import TABLE, Call, Draw
 
 every_row = pytest.mark.parametrize("spec", TABLE, ids=lambda spec: spec.name)
 

@@ -13,7 +13,7 @@ import torch
 
 import matmuls.nn
 from matmuls.sparse import layouts
-from matmuls.specs import TABLE
+from matmuls_bench.table import TABLE
 
 # With a visible GPU, torch rejects autograd in a forked child whose parent has used it.
 ON_A_CPU = os.environ | {"CUDA_VISIBLE_DEVICES": ""}

@@ -8,7 +8,7 @@ import torch
 from torch.func import grad, jacrev, vmap
 
 import matmuls
-from matmuls.specs import TABLE, Call, Draw, operators
+from matmuls_bench.table import TABLE, Call, Draw, operators
 
 B = 3
 

@@ -17,7 +17,7 @@ from torch_geometric import nn
 from torch_geometric.nn.conv import gcn_conv
 
 from matmuls.integrations import pyg
-from matmuls.integrations.pyg import adjacency, remembered
+from matmuls.integrations.pyg import adjacency, edge_cache
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse CS", "ignore:.*torch.jit")
 enabled = partial(pyg.enabled, patience=0)  # plans of small graphs at once
@@ -75,7 +75,7 @@ def test_what_gcn_norm_made_goes_with_the_edges(device):
     with enabled():
         nn.GCNConv(4, 4).to(device)(x, edges)
         nn.GCNConv(4, 4, add_self_loops=False).to(device)(x, edges)
-    with_loops = next(norm.edges for norm in remembered._norms[edges][1].values() if norm.edges is not None)
+    with_loops = next(norm.edges for norm in edge_cache._norms[edges][1].values() if norm.edges is not None)
     made = weakref.ref(the_adjacency(with_loops))
     del with_loops, edges
     gc.collect()
@@ -189,13 +189,13 @@ def test_the_edges_of_a_relation_are_kept(relations, device, monkeypatch):
         found = layers[0](x, edges, relation), layers[0](x, edges, relation)
         for _ in range(5):
             layers[0](x, edges, torch.randint(relations, (100,), device=device))
-        assert len(remembered._masks[edges]._parts) <= relations
+        assert len(edge_cache._masks[edges]._parts) <= relations
         edges[1, :50] = 3
         written = layers[0](x, edges, relation)
     made.clear()
     torch.testing.assert_close(written, layers[0](x, edges, relation))
     torch.testing.assert_close(found[0], found[1])
-    gone = weakref.ref(remembered._masks[edges])
+    gone = weakref.ref(edge_cache._masks[edges])
     del edges
     gc.collect()
     assert gone() is None

@@ -7,12 +7,12 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from models.test_replayed import REPLAYED, attend_by_starts, batch_of, read_of  # noqa: E402
+from models.test_cuda_graph_passes import REPLAYED, attend_by_starts, batch_of, read_of  # noqa: E402
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS  # noqa: E402
 from transformers.modeling_outputs import BaseModelOutputWithPooling  # noqa: E402
 
 from common.model_cases import model_of  # noqa: E402
-from matmuls.integrations.transformers import graphs, optimize, replayed, segments  # noqa: E402
+from matmuls.integrations.transformers import cuda_graph_passes, graphs, optimize, segments  # noqa: E402
 
 
 class Stream:
@@ -63,7 +63,7 @@ def replaying(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
-    monkeypatch.setattr(replayed, "can_replay", can_replay)
+    monkeypatch.setattr(cuda_graph_passes, "can_replay", can_replay)
     monkeypatch.setattr(graphs.Graphs, "_captured", captured)
     monkeypatch.setattr(segments.Segments, "attend", attend_by_starts)
     monkeypatch.setattr(Computed, "count", 0)
@@ -73,8 +73,8 @@ def is_replayed(model, *args, **kwargs):
     """Whether a call was replayed by `repeated`, and its output."""
     found = []
     with torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
-        stock = replayed.repeated
-        patch.setattr(replayed, "repeated", lambda *given: found.append(stock(*given)) or found[-1])
+        stock = cuda_graph_passes.repeated
+        patch.setattr(cuda_graph_passes, "repeated", lambda *given: found.append(stock(*given)) or found[-1])
         output = model(*args, **kwargs)
     return found[0] is not None, output
 
@@ -147,11 +147,11 @@ def test_states_that_are_not_replayed(state, replaying):
     batch = batch_of(model, 3, 9, "right")
     warm(model, batch)
     chain = model.__dict__["forward"].args[1]
-    assert replayed.repeated(model, chain, (), batch) is not None
-    assert STATES[state](lambda: replayed.repeated(model, chain, (), batch)) is None
-    assert replayed.repeated(model, chain, (), batch) is not None
+    assert cuda_graph_passes.repeated(model, chain, (), batch) is not None
+    assert STATES[state](lambda: cuda_graph_passes.repeated(model, chain, (), batch)) is None
+    assert cuda_graph_passes.repeated(model, chain, (), batch) is not None
     handle.undo()
-    assert replayed.repeated(model, chain, (), batch) is None
+    assert cuda_graph_passes.repeated(model, chain, (), batch) is None
 
 
 def test_transforms_are_not_replayed(replaying):
@@ -162,7 +162,7 @@ def test_transforms_are_not_replayed(replaying):
     chain, found = model.__dict__["forward"].args[1], []
 
     def inside(x):
-        found.append(replayed.repeated(model, chain, (), batch))
+        found.append(cuda_graph_passes.repeated(model, chain, (), batch))
         return x
 
     torch.func.vmap(inside)(torch.zeros(2))
@@ -207,7 +207,7 @@ def test_a_model_with_a_hook_runs_a_pass_in_vain_once(replaying, monkeypatch):
     optimize(model)
     batch = batch_of(model, 3, 9, "whole")
     warm(model, batch)
-    monkeypatch.setattr(replayed, "can_replay", lambda model, chain, device: chain.graphs.holds())
+    monkeypatch.setattr(cuda_graph_passes, "can_replay", lambda model, chain, device: chain.graphs.holds())
     before = Computed.count
     hook = model.encoder.layer[0].register_forward_hook(lambda *args: None)
     for _ in range(3):
@@ -278,7 +278,7 @@ def test_a_pass_makes_no_mask_and_pools_once(name, replaying, monkeypatch):
     batch = batch_of(model, 3, 9, "right")
     chain = model.__dict__["forward"].args[1]
     with torch.no_grad():
-        passes = replayed._Padded(model, chain, batch["input_ids"].device, 3, 9, True, False, False)
+        passes = cuda_graph_passes._Padded(model, chain, batch["input_ids"].device, 3, 9, True, False, False)
         inputs = passes.make()
         passes.fill(batch, batch["attention_mask"], inputs)
         passes.body(inputs)

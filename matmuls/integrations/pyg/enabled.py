@@ -12,15 +12,15 @@ import torch_geometric
 from torch_geometric import edge_index
 from torch_geometric.nn.conv import MessagePassing, gcn_conv, rgcn_conv
 
-from . import remembered, routed
+from . import edge_cache, patched_functions
 
 _lock = RLock()
 _replaced: list[tuple[Any, str, Any]] = []  # owner, name, what it was
 # Functions that modules import by name, and what replaces them.
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
-    torch_geometric.utils.spmm: routed.spmm,
-    gcn_conv.gcn_norm: remembered.gcn_norm,
-    rgcn_conv.masked_edge_index: remembered.masked_edge_index,
+    torch_geometric.utils.spmm: patched_functions.spmm,
+    gcn_conv.gcn_norm: edge_cache.gcn_norm,
+    rgcn_conv.masked_edge_index: edge_cache.masked_edge_index,
 }
 _users: dict[Callable[..., Any], list[ModuleType]] = {}  # the modules that have a function, as last searched
 _searched: list[int] = []  # what `_references` was when nothing was replaced
@@ -64,7 +64,7 @@ def _replace_propagate(kind: Any) -> None:
         if found is not None and (
             kind is MessagePassing or found.__module__.startswith(f"{kind.__module__}_{kind.__name__}")
         ):
-            _replace(kind, name, routed.propagate)
+            _replace(kind, name, patched_functions.propagate)
     for below in kind.__subclasses__():
         _replace_propagate(below)
 
@@ -96,7 +96,7 @@ def _set_templates(original: Callable[..., Any], layer: MessagePassing, *args: A
     if hasattr(own, "_matmuls_original"):  # for layers that are explained or decomposed
         type(layer)._orig_propagate = own._matmuls_original
     with _lock:
-        if routed.switch.on:
+        if patched_functions.switch.on:
             _replace_propagate(type(layer))
 
 
@@ -137,13 +137,13 @@ def enable(patience: int = 4) -> None:
     if not isinstance(patience, int) or patience < 0:
         raise ValueError(f"pyg.enable: expected patience to be a whole number of 0 or more, got {patience!r}")
     with _lock:
-        if routed.switch.on:
+        if patched_functions.switch.on:
             return
         _replace_propagate(MessagePassing)
         _replace(MessagePassing, "_set_jittable_templates", _set_templates)
         _replace_functions()
-        _replace(edge_index, "_spmm", routed.edge_index_spmm)
-        routed.switch.patience, routed.switch.on = patience, True
+        _replace(edge_index, "_spmm", patched_functions.edge_index_spmm)
+        patched_functions.switch.patience, patched_functions.switch.on = patience, True
 
 
 def disable() -> None:
@@ -157,7 +157,7 @@ def disable() -> None:
         False
     """
     with _lock:
-        routed.switch.on = False
+        patched_functions.switch.on = False
         while _replaced:
             setattr(*_replaced.pop())
         _searched[:] = _references()
@@ -175,7 +175,7 @@ def is_enabled() -> bool:
         ...     pyg.is_enabled()
         True
     """
-    return routed.switch.on
+    return patched_functions.switch.on
 
 
 @contextmanager

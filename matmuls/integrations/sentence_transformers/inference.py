@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from tqdm.autonotebook import tqdm
 
+from matmuls.integrations.transformers.cuda_graph_passes import MOST
 from matmuls.integrations.transformers.packed import hidden_states, packable
-from matmuls.integrations.transformers.replayed import MOST
 from matmuls.integrations.transformers.segments import moved
 
-from .collected import Collected
-from .covered import why_not, why_not_call
+from .results import Collected
+from .support import why_not, why_not_call
 from .tokens import Tokens, ahead, batched, tokenized, windows
 
 TOKENS_PER_BATCH = {"cpu": 8192, "cuda": MOST}

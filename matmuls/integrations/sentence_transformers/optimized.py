@@ -9,8 +9,8 @@ from sentence_transformers import CrossEncoder, SentenceTransformer
 
 from matmuls.integrations import transformers as integration
 
-from .covered import Model, why_not
 from .inference import Settings, _inference, _scores
+from .support import Model, why_not
 
 
 @dataclass

@@ -16,7 +16,7 @@ from matmuls.dense import matmul
 from matmuls.inplace import feed_forward_, linear_
 from matmuls.rowwise import layer_norm_, rms_norm_
 
-from . import quantized, registered, replayed
+from . import cuda_graph_passes, quantized, registered
 from .families import BARE, _kind
 from .packed import unpadded
 from .plan import _Chain, _Norm, _Plan, _running
@@ -32,7 +32,7 @@ def _model(model: nn.Module, chain: _Chain, *args: Any, **kwargs: Any) -> Any:
     """A whole model's forward. Its layers may write over their input if that cannot be observed."""
     if torch.compiler.is_compiling() or torch.is_grad_enabled():
         return type(model).forward(model, *args, **kwargs)
-    output = replayed.repeated(model, chain, args, kwargs)
+    output = cuda_graph_passes.repeated(model, chain, args, kwargs)
     if output is not None:
         return output
     if not chain.is_private():

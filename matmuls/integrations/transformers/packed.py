@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 from transformers.utils.import_utils import is_tracing
 
-from . import one_pass, registered, replayed
+from . import cuda_graph_passes, packed_forward, registered
 from .families import DECODERS, TEXTS, TUPLES, UNPACKED, _kind
-from .one_pass import RECORDED
+from .packed_forward import RECORDED
 from .plan import _Chain, _is_ours
 from .rotary import depends_on_length
 from .segments import Segments, Unpackable, _why_not_attention, has_onednn, in_blocks, moved
@@ -99,7 +99,7 @@ def encode_tokens(
     given = {"input_ids": input_ids, "token_type_ids": token_type_ids}
     if token_type_ids is not None and token_type_ids.shape != input_ids.shape:
         raise ValueError(f"encode_tokens: expected token_type_ids [{len(input_ids)}], got {list(token_type_ids.shape)}")
-    if token_type_ids is not None and "token_type_ids" not in one_pass.names(type(whole)):
+    if token_type_ids is not None and "token_type_ids" not in packed_forward.names(type(whole)):
         raise ValueError(f"encode_tokens: {type(whole).__name__} takes no token_type_ids")
     if len(input_ids) == 0:
         return input_ids.new_empty(0, whole.config.hidden_size, dtype=whole.dtype)
@@ -122,10 +122,10 @@ def columns_of(counts: Sequence[int]) -> Tensor:
 def hidden_states(model: Any, flat: dict[str, Tensor], counts: Sequence[int], columns: Tensor) -> Tensor:
     """The result of `encode_tokens` for arguments that are right. flat: input_ids [T], and token_type_ids or not;
     columns: `columns_of`, on their device."""
-    if max(counts) > one_pass.longest(model):
+    if max(counts) > packed_forward.longest(model):
         raise ValueError(f"encode_tokens: {type(model).__name__} has too few positions for {max(counts)} tokens")
-    replays = replayed.can_replay(model, model.__dict__["forward"].args[1], columns.device)
-    flat = {"position_ids": one_pass.packed_positions(model, flat["input_ids"], columns)} | flat
+    replays = cuda_graph_passes.can_replay(model, model.__dict__["forward"].args[1], columns.device)
+    flat = {"position_ids": packed_forward.packed_positions(model, flat["input_ids"], columns)} | flat
     texts, places = [(count, False) for count in counts], None
     order = sorted(range(len(counts)), key=counts.__getitem__)  # texts of one length side by side
     if not replays and order != [*range(len(counts))]:
@@ -198,13 +198,13 @@ def unpadded(model: Any, chain: _Chain, args: tuple[Any, ...], kwargs: dict[str,
     mask, short = given.pop("attention_mask", None), given.pop("return_dict")
     tokens = {name: x for name, x in given.items() if x is not None}
     source = tokens["input_ids"] if "input_ids" in tokens else tokens["inputs_embeds"]
-    replays = "inputs_embeds" not in tokens and replayed.can_replay(model, chain, source.device)
-    small = replays and source.numel() <= replayed.MOST and "position_ids" not in tokens
+    replays = "inputs_embeds" not in tokens and cuda_graph_passes.can_replay(model, chain, source.device)
+    small = replays and source.numel() <= cuda_graph_passes.MOST and "position_ids" not in tokens
     output = None
-    if small and (mask is None or source.numel() <= replayed.SMALL):
-        call, _ = replayed.signature(model, args, kwargs)
-        output = replayed.padded(model, chain, tokens, mask, call, short)
-    if mask is None and in_blocks(source.size(1), one_pass.window(chain)):
+    if small and (mask is None or source.numel() <= cuda_graph_passes.SMALL):
+        call, _ = cuda_graph_passes.signature(model, args, kwargs)
+        output = cuda_graph_passes.padded(model, chain, tokens, mask, call, short)
+    if mask is None and in_blocks(source.size(1), packed_forward.window(chain)):
         mask = torch.ones_like(source[..., 0] if source.dim() > 2 else source)
     if output is None and mask is not None:
         output = _without_hidden(model, chain, tokens, mask, replays, small)
@@ -220,7 +220,7 @@ def _plain(model: Any, chain: _Chain, args: tuple[Any, ...], kwargs: dict[str, A
     result shall be a tuple."""
     if not chain.unpad or registered._captured() or _kind(model) not in TEXTS or depends_on_length(model):
         return None
-    given = dict(zip(one_pass.names(type(model)), args, strict=False)) | kwargs
+    given = dict(zip(packed_forward.names(type(model)), args, strict=False)) | kwargs
     config, mask = model.config, given.get("attention_mask")
     source = given.get("inputs_embeds") if given.get("input_ids") is None else given["input_ids"]
     if type(source) is not Tensor or source.dim() < 2 or source.numel() == 0 or source.is_meta or is_tracing(source):
@@ -259,13 +259,13 @@ def _without_hidden(
     if chain.is_training(model):
         return None
     seen = mask.bool()
-    kept = one_pass.kept(model, seen)
+    kept = packed_forward.kept(model, seen)
     hidden = kept[:, 0] & ~seen[:, 0]
     counts, starts_hidden = torch.stack([kept.sum(1), hidden]).tolist()
     texts = [(count, bool(h)) for count, h in zip(counts, starts_hidden, strict=True)]
     whole = sum(counts) == kept.numel() and not any(starts_hidden)
-    if whole and not in_blocks(kept.size(1), one_pass.window(chain)):  # nothing to leave out
-        return replayed.padded(model, chain, tokens, None) or _all_shown(model, tokens) if small else None
+    if whole and not in_blocks(kept.size(1), packed_forward.window(chain)):  # nothing to leave out
+        return cuda_graph_passes.padded(model, chain, tokens, None) or _all_shown(model, tokens) if small else None
     if (1, True) in texts or (0, False) in texts:  # a text without a token
         return None
     if replays:  # in any order, and without waiting for the GPU
@@ -301,14 +301,14 @@ def _padded_again(
     """The output in its padded shape, of texts that `_run` packs; None if the model's layers refuse. tokens: arguments
     of forward [texts, longest]. kept: which tokens are computed."""
     tokens = {name: x.expand(*kept.shape, *x.shape[2:]) for name, x in tokens.items()}
-    tokens = {"position_ids": one_pass.positions(model, tokens, kept)} | tokens
+    tokens = {"position_ids": packed_forward.positions(model, tokens, kept)} | tokens
     flat = {name: x.reshape(kept.numel(), *x.shape[2:]) for name, x in tokens.items()}
     try:
         output = _run(model, flat, texts, columns, places, replays)
     except Unpackable:
         return None
     output.last_hidden_state = output.last_hidden_state.view(*kept.shape, -1)
-    one_pass.pool_again(model, output)
+    packed_forward.pool_again(model, output)
     return output
 
 
@@ -332,15 +332,16 @@ def _run(
     for some, part in _steps(texts, _most(chain, model, columns.device)):
         taken, count = part if places is None else places[part], part.stop - part.start
         given = {name: x[taken] for name, x in flat.items()} | {"": columns[part]}
-        extra = -count % _multiple(count, has_onednn(one_pass.words(model), count), replays)
+        extra = -count % _multiple(count, has_onednn(packed_forward.words(model), count), replays)
         if extra:
             given = {name: torch.cat([x, x[-1:].expand(extra, *x.shape[1:])]) for name, x in given.items()}
             longest = max(length for length, _ in some)
             some = [*some, *((min(longest, extra - i), False) for i in range(0, extra, longest))]
         given, of_step = {name: x[None] for name, x in given.items() if name}, given[""]
-        output = replayed.step(model, chain, given, some) if replays and count + extra <= replayed.MOST else None
+        can_replay = replays and count + extra <= cuda_graph_passes.MOST
+        output = cuda_graph_passes.step(model, chain, given, some) if can_replay else None
         if output is None:
-            output = one_pass.run(model, chain, given, Segments.of(some, of_step))
+            output = packed_forward.run(model, chain, given, Segments.of(some, of_step))
         y = output.last_hidden_state[0, :count]
         rows = len(flat["position_ids"])
         if places is None and count == rows:
@@ -371,7 +372,7 @@ def _multiple(tokens: int, onednn: bool, replays: bool) -> int:
     for each number of rows, and keeps 1024 of them. Large steps on a GPU have few sizes for torch's allocator and
     cuBLASLt's choice of kernels."""
     if not onednn:
-        return 512 if replays and tokens > replayed.MOST else 1
+        return 512 if replays and tokens > cuda_graph_passes.MOST else 1
     return max(4, 1 << tokens.bit_length() >> 5)
 
 
@@ -386,7 +387,7 @@ def _most(chain: _Chain, model: Any, device: torch.device) -> float:
 
 def _fits(model: Any, tokens: dict[str, Tensor], length: int) -> bool:
     """True if there are positions enough, or the caller gives them."""
-    return "position_ids" in tokens or length <= one_pass.longest(model)
+    return "position_ids" in tokens or length <= packed_forward.longest(model)
 
 
 def _whole(model: nn.Module) -> nn.Module | None:

@@ -50,7 +50,7 @@ class Registered:
         Returns:
             A dictionary from the name of each such module to its class; empty if no module calls the function.
         """
-        from .taken import in_use
+        from .attention_in_use import in_use
 
         return in_use(model, self.name)
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from .attention_in_use import attending, in_use, takes, unsupported
 from .plan import _is_ours
-from .taken import attending, in_use, takes, unsupported
 
 Batch = Mapping[str, Tensor] | Sequence[str] | Sequence[Sequence[str]]
 

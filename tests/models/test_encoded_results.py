@@ -8,17 +8,17 @@ import pytest
 import torch
 
 from common.sentence_cases import small, texts
-from matmuls.integrations.sentence_transformers import collected, optimize
+from matmuls.integrations.sentence_transformers import optimize, results
 from matmuls.integrations.transformers import graphs
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("to_cpu", [False, True])
 def test_rows_are_in_the_order_of_the_inputs(to_cpu, dtype, device, monkeypatch):
-    monkeypatch.setattr(collected, "AHEAD", 3)
+    monkeypatch.setattr(results, "AHEAD", 3)
     rows = torch.randn(1000, 65).to(device, dtype)
     order = torch.randperm(len(rows))
-    found = collected.Collected(len(rows), to_cpu)
+    found = results.Collected(len(rows), to_cpu)
     parts = [(numbers.tolist(), numbers.to(device)) for numbers in order.split(37)]
     coming = []
     for numbers, places in parts:  # nothing here waits for the GPU
@@ -36,14 +36,14 @@ def test_rows_are_in_the_order_of_the_inputs(to_cpu, dtype, device, monkeypatch)
 
 
 def test_no_rows():
-    assert collected.Collected(0, True).all() is None
+    assert results.Collected(0, True).all() is None
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_vectors_on_a_gpu(dtype, tmp_path, monkeypatch):
     """With captured passes in the dtypes that have them, tokenized in another thread."""
-    monkeypatch.setattr(collected, "AHEAD", 2)
+    monkeypatch.setattr(results, "AHEAD", 2)
     given = texts(1500)
     exact, stock, ours = (small("bert", tmp_path) for _ in range(3))
     for st in (stock, ours):

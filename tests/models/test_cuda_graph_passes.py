@@ -17,7 +17,7 @@ from transformers.modeling_outputs import BaseModelOutput  # noqa: E402
 from common.model_cases import model_of  # noqa: E402
 from common.optimize_cases import TEXTS, hidden  # noqa: E402
 from custom_mm import _C  # noqa: E402
-from matmuls.integrations.transformers import encode_tokens, optimize, replayed, segments  # noqa: E402
+from matmuls.integrations.transformers import cuda_graph_passes, encode_tokens, optimize, segments  # noqa: E402
 from matmuls.integrations.transformers import graphs as graphs_module  # noqa: E402
 from matmuls.integrations.transformers.graphs import Graphs, doubled, rounded  # noqa: E402
 
@@ -102,8 +102,8 @@ def attend_by_starts(self, qkv, scale, window, bias, causal):
 
 @pytest.fixture
 def uncaptured(monkeypatch):
-    monkeypatch.setattr(replayed, "can_replay", lambda model, chain, device: chain.graphs is not None)
-    monkeypatch.setattr(replayed, "repeated", lambda *call: None)
+    monkeypatch.setattr(cuda_graph_passes, "can_replay", lambda model, chain, device: chain.graphs is not None)
+    monkeypatch.setattr(cuda_graph_passes, "repeated", lambda *call: None)
     monkeypatch.setattr(segments.Segments, "attend", attend_by_starts)
     monkeypatch.setattr("matmuls.integrations.transformers.plan.Graphs", Uncaptured)
 
@@ -126,7 +126,7 @@ def test_token_types_of_one_row(uncaptured):
 
 @pytest.mark.parametrize("name", REPLAYED)
 def test_packed_steps_and_their_rounding(name, uncaptured, monkeypatch):
-    monkeypatch.setattr(replayed, "SMALL", 0)
+    monkeypatch.setattr(cuda_graph_passes, "SMALL", 0)
     monkeypatch.setattr(segments, "has_onednn", lambda *args: False)
     exact, model = model_of(name), model_of(name)
     check_batches(model, exact, optimize(model), 1e-5)
@@ -135,8 +135,8 @@ def test_packed_steps_and_their_rounding(name, uncaptured, monkeypatch):
 @pytest.mark.parametrize("name", REPLAYED)
 def test_batches_without_padding_of_new_sizes_run_packed(name, monkeypatch):
     """torch's attention of a batch keeps memory for each new shape: such a batch is computed as packed texts."""
-    monkeypatch.setattr(replayed, "can_replay", lambda *args: True)
-    monkeypatch.setattr(replayed, "padded", lambda *args: None)
+    monkeypatch.setattr(cuda_graph_passes, "can_replay", lambda *args: True)
+    monkeypatch.setattr(cuda_graph_passes, "padded", lambda *args: None)
     model = model_of(name)
     exact = copy.deepcopy(model)
     optimize(model, unpad=True)
@@ -183,22 +183,22 @@ def test_more_tokens_than_places_can_number():
 
 def test_few_shapes_are_captured_as_batches(monkeypatch):
     """From the second batch of a shape on, and no more shapes than torch may keep cuDNN's plans for."""
-    monkeypatch.setattr(replayed, "EQUAL_FROM", 600)
+    monkeypatch.setattr(cuda_graph_passes, "EQUAL_FROM", 600)
     plan = SimpleNamespace(head_size=64, attention=None)
     chain = SimpleNamespace(graphs=Graphs(), plans=[plan])
     long = segments.LONGEST_OWN[64] + 1
-    assert [replayed._are_equal(chain, 3, long) for _ in range(3)] == [False, True, True]
-    assert not any(replayed._are_equal(chain, 2, long) for _ in range(3))
-    assert not any(replayed._are_equal(chain, 3, long - 1) for _ in range(3))
-    for batch in range(4, 4 + 2 * replayed.EQUAL):
+    assert [cuda_graph_passes._are_equal(chain, 3, long) for _ in range(3)] == [False, True, True]
+    assert not any(cuda_graph_passes._are_equal(chain, 2, long) for _ in range(3))
+    assert not any(cuda_graph_passes._are_equal(chain, 3, long - 1) for _ in range(3))
+    for batch in range(4, 4 + 2 * cuda_graph_passes.EQUAL):
         for _ in range(2):
-            replayed._are_equal(chain, batch, long)
-    assert len(chain.graphs.equal) == replayed.EQUAL
-    assert replayed._are_equal(chain, 3, long)
+            cuda_graph_passes._are_equal(chain, batch, long)
+    assert len(chain.graphs.equal) == cuda_graph_passes.EQUAL
+    assert cuda_graph_passes._are_equal(chain, 3, long)
     local = SimpleNamespace(
         graphs=Graphs(), plans=[SimpleNamespace(head_size=64, attention=SimpleNamespace(sliding_window=9))]
     )
-    assert not any(replayed._are_equal(local, 3, long) for _ in range(3))
+    assert not any(cuda_graph_passes._are_equal(local, 3, long) for _ in range(3))
 
 
 class Held:
@@ -302,7 +302,7 @@ def test_replayed_batches_err_no_more_than_stock(name):
 @pytest.mark.parametrize("name", ["bert", "roberta", "albert"])
 def test_batches_without_padding_that_come_back(name, monkeypatch):
     """Computed as packed texts, captured as a batch, and replayed, each with other ids."""
-    monkeypatch.setattr(replayed, "EQUAL_FROM", 1)
+    monkeypatch.setattr(cuda_graph_passes, "EQUAL_FROM", 1)
     model, plain, handle = half(name)
     for masked in (False, True):
         for seed in range(5):

@@ -7,7 +7,7 @@ transformers = pytest.importorskip("transformers")
 
 from common.model_cases import model_of  # noqa: E402
 from custom_mm import _C  # noqa: E402
-from matmuls.integrations.transformers import embedded, encode_tokens, optimize  # noqa: E402
+from matmuls.integrations.transformers import embedding_kernel, encode_tokens, optimize  # noqa: E402
 
 FORMS = "bert", "roberta", "electra", "albert"
 
@@ -90,7 +90,7 @@ def test_models_with_the_kernel(name, monkeypatch):
     right = [encode_tokens(other, ids, lengths), encode_tokens(other, ids, lengths, token_type_ids=types)]
     calls, embed = [], _C.embed
     monkeypatch.setattr(_C, "embed", lambda *given: calls.append(1) or embed(*given))
-    monkeypatch.setattr(embedded, "_fits", lambda p, words: True)
+    monkeypatch.setattr(embedding_kernel, "_fits", lambda p, words: True)
     ours = [encode_tokens(model, ids, lengths), encode_tokens(model, ids, lengths, token_type_ids=types)]
     assert len(calls) == 2
     torch.testing.assert_close(ours, right, atol=1e-5, rtol=0)
@@ -98,17 +98,17 @@ def test_models_with_the_kernel(name, monkeypatch):
 
 @pytest.mark.parametrize("name", ["distilbert", "nomic"])
 def test_other_forms_compute_their_embeddings(name, monkeypatch):
-    monkeypatch.setattr(embedded, "_fits", lambda p, words: True)
-    assert embedded.in_one_kernel(model_of(name).embeddings) is None
+    monkeypatch.setattr(embedding_kernel, "_fits", lambda p, words: True)
+    assert embedding_kernel.in_one_kernel(model_of(name).embeddings) is None
 
 
 def test_changed_embeddings_compute_themselves(monkeypatch):
     model = model_of("bert")
-    assert embedded.in_one_kernel(model.embeddings) is None  # on a CPU
-    monkeypatch.setattr(embedded, "_fits", lambda p, words: True)
-    assert embedded.in_one_kernel(model.embeddings) is not None
+    assert embedding_kernel.in_one_kernel(model.embeddings) is None  # on a CPU
+    monkeypatch.setattr(embedding_kernel, "_fits", lambda p, words: True)
+    assert embedding_kernel.in_one_kernel(model.embeddings) is not None
     model.embeddings.word_embeddings.max_norm = 1.0
-    assert embedded.in_one_kernel(model.embeddings) is None
+    assert embedding_kernel.in_one_kernel(model.embeddings) is None
 
 
 @pytest.mark.cuda
@@ -124,5 +124,5 @@ def test_embed_on_a_gpu(tokens, width, dtype):
 def test_rows_that_the_kernel_does_not_take(width):
     with pytest.raises(RuntimeError, match=r"^embed: expected rows of a multiple of 16 bytes"):
         _C.embed(*drawn(width, torch.bfloat16, "cuda"))
-    assert embedded._fits(*2 * [torch.zeros(3, 64, device="cuda")])
-    assert not embedded._fits(*2 * [torch.zeros(3, width, device="cuda", dtype=torch.bfloat16)])
+    assert embedding_kernel._fits(*2 * [torch.zeros(3, 64, device="cuda")])
+    assert not embedding_kernel._fits(*2 * [torch.zeros(3, width, device="cuda", dtype=torch.bfloat16)])

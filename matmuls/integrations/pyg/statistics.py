@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch_geometric.nn.conv import MessagePassing
 
-from . import routed
-from .recognised import recognised
+from . import patched_functions
+from .supported_layers import recognised
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,10 @@ def stats(reset: bool = False) -> Stats:
         >>> print(pyg.stats())
         GINConv: 1 products by plans
     """
-    found = Stats(dict(routed.products), dict(routed.left))
+    found = Stats(dict(patched_functions.products), dict(patched_functions.left))
     if reset:
-        routed.products.clear()
-        routed.left.clear()
+        patched_functions.products.clear()
+        patched_functions.left.clear()
     return found
 
 

@@ -15,7 +15,7 @@ from torch_geometric.nn.conv import MessagePassing
 from matmuls.sparse.csr_pattern import is_capturing, is_transformed
 
 from .adjacency import adjacency_of, is_known, is_known_sparse, left_to_pyg, pays, product_of_sparse, takes
-from .recognised import Form, recognised
+from .supported_layers import Form, recognised
 
 LAYOUTS = torch.sparse_csr, torch.sparse_csc, torch.sparse_coo
 REDUCE = {"add": "sum", "amin": "min", "amax": "max"} | {name: name for name in ("sum", "mean", "min", "max")}

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from custom_mm import _C
 
-from . import one_pass, registered
+from . import packed_forward, registered
 from .families import BARE, BY_COLUMNS, _kind
 from .graphs import Tensors, doubled, rounded
 from .plan import _Chain
@@ -46,7 +46,7 @@ def can_replay(model: Any, chain: _Chain, device: torch.device) -> bool:
         return False
     if torch.cuda.is_current_stream_capturing():
         return False
-    weight = one_pass.words(model)
+    weight = packed_forward.words(model)
     if graphs.holds():
         same: bool = weight.device == device
         return same
@@ -87,7 +87,7 @@ class _Padded:
     @cached_property
     def names(self) -> list[str]:
         """Arguments of forward [1, T]."""
-        typed = self.typed or one_pass.takes_types(self.model)  # zeros
+        typed = self.typed or packed_forward.takes_types(self.model)  # zeros
         return ["input_ids", "position_ids", *(["token_type_ids"] if typed else [])]
 
     @cached_property
@@ -96,7 +96,7 @@ class _Padded:
 
     @cached_property
     def padding(self) -> int:
-        return one_pass.numbered_from(self.model.embeddings)
+        return packed_forward.numbered_from(self.model.embeddings)
 
     def make(self) -> Tensors:
         ints: dict[str, Any] = {"dtype": torch.int32, "device": self.device}
@@ -118,11 +118,11 @@ class _Padded:
 
     def body(self, inputs: Tensors) -> Any:
         given = {name: inputs[name] for name in self.names}
-        output = one_pass.run(self.model, self.chain, given, self.segments(inputs))
+        output = packed_forward.run(self.model, self.chain, given, self.segments(inputs))
         begins = inputs["starts"][0, 1::2] if self.masked else inputs["starts"][0, :-1]
         if rounded(self.sizes[1] - 1) == self.sizes[1] > 1:  # there may be texts without tokens, after all others
             begins = begins.clamp(max=self.sizes[0] - 1)
-        one_pass.pool_again(self.model, output, lambda states: states[0].index_select(0, begins)[:, None])
+        packed_forward.pool_again(self.model, output, lambda states: states[0].index_select(0, begins)[:, None])
         return output
 
     def read(self, x: Tensor, inputs: Tensors) -> Tensor:
@@ -154,7 +154,7 @@ def _are_equal(chain: _Chain, batch: int, length: int) -> bool:
         return False
     if shape in graphs.equal:
         return True
-    if batch * length < EQUAL_FROM or length <= LONGEST_OWN.get(head, 0) or one_pass.window(chain) is not None:
+    if batch * length < EQUAL_FROM or length <= LONGEST_OWN.get(head, 0) or packed_forward.window(chain) is not None:
         return False
     if len(graphs.equal) + len(graphs.refused) >= EQUAL or shape in graphs.refused:
         return False
@@ -194,7 +194,7 @@ def padded(
 def signature(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Hashable, dict[str, Any]]:
     """Returns the key under which `repeated` finds a call, None if the call cannot be repeated, and the arguments by
     name."""
-    given = dict(zip(one_pass.names(type(model)), args, strict=False)) | kwargs if args else kwargs
+    given = dict(zip(packed_forward.names(type(model)), args, strict=False)) | kwargs if args else kwargs
     parts: list[Hashable] = []
     for name, x in given.items():
         if type(x) is Tensor:
@@ -259,7 +259,7 @@ def step(model: Any, chain: _Chain, given: Tensors, texts: Sequence[tuple[int, b
 
     def body(inputs: Tensors) -> Any:
         segments = Segments(inputs["starts"], longest)
-        return one_pass.run(model, chain, {name: inputs[name] for name in given}, segments)
+        return packed_forward.run(model, chain, {name: inputs[name] for name in given}, segments)
 
     def read(x: Tensor, _: Tensors) -> Tensor:
         return x[:, :size].clone()

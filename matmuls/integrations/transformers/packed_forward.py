@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .embedded import in_one_kernel
+from .embedding_kernel import in_one_kernel
 from .families import DECODERS, TEXTS, _kind, of_class
 from .plan import _Chain, _running
 from .segments import Segments, packed

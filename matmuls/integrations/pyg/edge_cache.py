@@ -12,7 +12,7 @@ from matmuls.sparse.csr_pattern import is_capturing
 from matmuls.sparse.prepared import state_of
 
 from .adjacency import kept_with, state_of_edges
-from .routed import LAYOUTS, is_traced, switch
+from .patched_functions import LAYOUTS, is_traced, switch
 
 Original = Callable[..., Any]
 MOST_BYTES = 2**30  # of the masks that are kept with a tensor of edges

@@ -79,6 +79,7 @@ struct Operator;
 
 template <class Self, class R, class... A>
 struct Operator<Self, R(A...)> {
+  using Signature = R(A...);
   static const auto& handle() {
     static const auto op =
         c10::Dispatcher::singleton().findSchemaOrThrow(Self::kName, Self::kOverload).template typed<R(A...)>();
@@ -90,6 +91,12 @@ struct Operator<Self, R(A...)> {
   static R below_autograd(A... args) {
     at::AutoDispatchBelowAutograd guard;
     return handle().call(args...);
+  }
+
+  // CPU kernel of an operator that reads or makes a layout for a GPU's kernels.
+  static R gpu_only(A...) {
+    TORCH_CHECK_NOT_IMPLEMENTED(false, std::strchr(Self::kName, ':') + 2,
+                                ": expected tensors on a GPU, got them on a CPU");
   }
 
   // ADInplaceOrView for an operator that writes argument `written`.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .compiled import _C  # registers the operators that the other modules call
+from .compiled import _C  # noqa: F401  # registers the operators that the other modules call
 from .cublas import bias_act_, cublas_bmm, cublas_mmul, cublaslt_matmul
 from .cusparse import cusparse_mmul, cusparse_prepare, cusparse_sddmm, cusparse_spmm
 from .explain import explain
@@ -57,8 +57,6 @@ if not TYPE_CHECKING:  # to type checkers every name would be there
         where = f"; its place is matmuls.{name}" if name in _IN_MATMULS else ""
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{where}")
 
-
-_C.BoundCalls = _C.PreparedCalls  # its name in older pickles of plans
 
 # MKL 2024.2, which CPU builds of torch 2.13 hold, stores the processor's type in two steps in a process's first vector
 # call. A thread that reads it in between computes with 11 bits (torch.exp: errors of 1.5e-4). So that call is here.

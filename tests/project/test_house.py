@@ -22,7 +22,7 @@ OPERATIONS = {"dense", "fused_softmax", "inplace", "masked", "rowwise", "sparse"
 # `operations <- specs <- bench <- report <- cli`, `operations <- attention <- integrations`
 MAY_IMPORT = {
     # the last five at first access
-    "matmuls": OPERATIONS | {"batching", "older_names"} | {"attention", "blocks", "distributed", "integrations", "nn"},
+    "matmuls": OPERATIONS | {"batching"} | {"attention", "blocks", "distributed", "integrations", "nn"},
     **{family: {"custom_mm", "registration"} for family in OPERATIONS},
     "rowwise": {"custom_mm", "dense"},
     "registration": {"custom_mm", "triton"},  # triton at the first call that is recorded
@@ -112,7 +112,6 @@ MAY_IMPORT = {
     "distributed.model": {"distributed.group", "distributed.splits"},
     "distributed.bench": {"matrices", "sparse.plan"}
     | {f"distributed.{m}" for m in ("group", "model", "plans", "splits")},
-    "older_names": {f"sparse.{m}" for m in ("chunks", "csr_pattern", "layouts", "reordered", "selector")},
     "specs": {"specs"},
     "specs.spec": set(),
     "specs.drawn": set(),

@@ -178,8 +178,8 @@ Candidate Candidates::unaligned_cluster(RowForm form) const {
   return cluster(form, t, true);
 }
 
-// ------------------------------------------------------------------- even_rows, nearly_even, even_passes: one per
-// block
+// ------------------------------------------------------------------------------------------------ even_rows,
+// nearly_even
 
 Candidate Candidates::even(RowForm form, int vectors, int threads, bool exact, const char* why) const {
   RowChoice c = made(RowKernel::even_rows, form, why);
@@ -243,13 +243,6 @@ Candidate Candidates::nearly_even(RowForm form, bool unaligned, std::initializer
   }
   if (c.vectors == 0 || f.rows > INT32_MAX) return {};
   c.unaligned = unaligned;
-  return offered(c);
-}
-
-Candidate Candidates::even_passes(int parts, int each, int kept, int threads, int blocks_per_sm) const {
-  RowChoice c = made(RowKernel::even_passes, RowForm::only, "32 or 64 KiB: blocks that hold part of their row overlap");
-  c.parts = parts, c.vectors = each, c.kept_parts = kept, c.threads = threads, c.blocks_per_sm = blocks_per_sm;
-  c.exact = true;
   return offered(c);
 }
 

@@ -30,8 +30,6 @@ class Candidates {
   Candidate unaligned_warps(RowForm form) const;
   // nearly_even, with the number of vectors per thread that leaves the fewest idle slots.
   Candidate nearly_even(RowForm form, bool unaligned, std::initializer_list<int> vectors) const;
-  // even_passes: `parts` parts of `each` vectors per thread, the first `kept` of them in registers.
-  Candidate even_passes(int parts, int each, int kept, int threads, int blocks_per_sm) const;
   // two_pass: at least 16 KiB of a row per block, sm_90.
   Candidate two_pass(RowForm form) const;
   // cluster for unaligned rows of more than 2048 vectors.

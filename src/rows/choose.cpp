@@ -19,19 +19,9 @@ namespace {
 // cluster, at most 24 bytes each.
 constexpr int64_t kStaticShared = 3 << 10;
 
-constexpr std::array<std::string_view, kRowKernels> kNames = {"one_pass",
-                                                              "even_rows",
-                                                              "nearly_even",
-                                                              "even_passes",
-                                                              "two_pass",
-                                                              "persistent",
-                                                              "persistent_unaligned",
-                                                              "cluster",
-                                                              "staged",
-                                                              "direct",
-                                                              "reread",
-                                                              "norm_backward_stream",
-                                                              "column_sums"};
+constexpr std::array<std::string_view, kRowKernels> kNames = {
+    "one_pass", "even_rows", "nearly_even", "two_pass", "persistent",           "persistent_unaligned",
+    "cluster",  "staged",    "direct",      "reread",   "norm_backward_stream", "column_sums"};
 
 // 16-bit rows that give each thread of one_pass exactly four vectors: 1 to 2 % faster there.
 bool shared_by_fours(int64_t columns) { return columns == 2048 || columns == 4096; }
@@ -176,8 +166,7 @@ Candidate choose_even_norm(const RowFacts& f, const Candidates& of, bool rms) {
   constexpr auto kWhy = "the row divides evenly among the threads";
   if (f.residual) return f.element == 2 ? of.even_threes() : Candidate();
   if (f.element == 4) {
-    if (f.columns == 8192) return rms ? of.even(kOnly, 4, 512, true, kWhy) : of.even_passes(2, 2, 1, 512, 3);
-    if (f.columns == 16384) return rms ? of.even_passes(2, 2, 1, 1024, 2) : of.even_passes(2, 4, 1, 512, 2);
+    if (f.columns == 8192 && rms) return of.even(kOnly, 4, 512, true, kWhy);
     return {};
   }
   if (rms) return {};
@@ -188,7 +177,6 @@ Candidate choose_even_norm(const RowFacts& f, const Candidates& of, bool rms) {
   if (vectors > 48 && vectors < 64) return of.even(kOnly, 4, 16, false, "three to four vectors for every thread");
   if (vectors > 96 && vectors < 128) return of.even(kOnly, 4, 32, false, "three to four vectors for every thread");
   if (vectors == 1024) return of.even(kOnly, 8, 128, true, kWhy);
-  if (vectors == 2048) return of.even_passes(4, 1, 2, 512, 3);
   return of.even_fours(kOnly, 4, 128);
 }
 

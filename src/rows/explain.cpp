@@ -87,7 +87,6 @@ py::dict dict_of(const RowChoice& c) {
   put("exact", c.exact, c.exact);
   put("shared", c.shared, c.shared > 0);
   put("stages", c.stages, c.stages > 0);
-  put("parts", c.parts, c.parts > 0);
   put("kept_parts", c.kept_parts, c.kept_parts > 0);
   put("waiting_parts", c.waiting_parts, c.kernel == RowKernel::two_pass);
   put("blocks_per_sm", c.blocks_per_sm, c.blocks_per_sm > 0);

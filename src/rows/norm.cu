@@ -9,7 +9,6 @@
 #include <ATen/Dispatch.h>
 
 #include "glue/handles.h"
-#include "rows/kernels/even_passes.cuh"
 #include "rows/kernels/even_rows.cuh"
 #include "rows/kernels/nearly_even.cuh"
 #include "rows/kernels/persistent_unaligned.cuh"
@@ -33,16 +32,13 @@ void with_even(const RowChoice& c, const Use& use) {
   };
   if constexpr (sizeof(T) == 4 && !with_residual) {
     if constexpr (rms) {
-      if (rows.template operator()<4, true, 512>() || with_even_passes<Op, 2, 2, 1, 1024, 2>(c, use)) return;
-    } else {
-      if (with_even_passes<Op, 2, 2, 1, 512, 3>(c, use) || with_even_passes<Op, 2, 4, 1, 512, 2>(c, use)) return;
+      if (rows.template operator()<4, true, 512>()) return;
     }
   } else if constexpr (sizeof(T) == 2 && (with_residual || !rms)) {
     if (rows.template operator()<3, false, 4, 8, 16, 32>()) return;
     if constexpr (!with_residual) {
       if (rows.template operator()<3, true, 16, 32>() || rows.template operator()<4, false, 16, 32>() ||
-          rows.template operator()<8, true, 128>() || rows.template operator()<4, true, 4, 8, 16, 32, 64, 128>() ||
-          with_even_passes<Op, 4, 1, 2, 512, 3>(c, use))
+          rows.template operator()<8, true, 128>() || rows.template operator()<4, true, 4, 8, 16, 32, 64, 128>())
         return;
     }
   }
@@ -54,8 +50,7 @@ void with_kernel(const RowChoice& c, const Use& use) {
   using Op = Norm<T, rms, with_residual>;
   if constexpr (sizeof(T) <= 4) {
     switch (c.kernel) {
-      case RowKernel::even_rows:
-      case RowKernel::even_passes: return with_even<T, rms, with_residual>(c, use);
+      case RowKernel::even_rows: return with_even<T, rms, with_residual>(c, use);
       case RowKernel::staged:
       case RowKernel::direct: return with_staged<Op>(c, use);
       case RowKernel::persistent_unaligned: return with_persistent_unaligned<Op>(c, use);

@@ -114,6 +114,8 @@ RowGrid grid_of(const RowFacts& facts, const RowChoice& choice, int64_t resident
 
 // What the operation's code is compiled for, in this form.
 RowTraits traits_of(const RowFacts& facts, RowForm form);
+// True if the kernel of a choice is compiled, by the lists that launches expand (rows/launch_rows.cuh).
+bool is_compiled(const RowFacts& facts, const RowChoice& choice);
 
 std::string_view name_of(RowKernel kernel);
 std::string_view name_of(RowForm form);

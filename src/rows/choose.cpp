@@ -245,36 +245,27 @@ RowTraits traits_of(const RowFacts& f, RowForm form) {
 
 bool is_compiled(const RowFacts& f, const RowChoice& c) {
   const RowTraits t = traits_of(f, c.form);
-  const auto has = [](const auto& list, const auto& is) { return std::any_of(list.begin(), list.end(), is); };
-  const auto is_vectors = [&](int vectors) { return vectors == c.vectors; };
-  const auto is_even = [&](const EvenRows& k) {
-    return k.vectors == c.vectors && k.threads == c.threads && k.exact == c.exact;
-  };
+  const auto has = [&](const auto& list) { return std::ranges::any_of(list, [&](const auto& k) { return is(k, c); }); };
   const bool general = !t.whole_rows || (!c.unaligned && c.elements > 1);
   switch (c.kernel) {
     case RowKernel::one_pass:
     case RowKernel::persistent:
-      return general && has(std::span(kGeneralVectors), is_vectors) &&
-             t.has_vectors(c.scope, c.elements, c.unaligned, c.vectors) &&
+      return general && has(kGeneralVectors) && t.has_vectors(c.scope, c.elements, c.unaligned, c.vectors) &&
              (c.kernel == RowKernel::one_pass ? t.has_one_pass(c.scope, c.unaligned)
                                               : t.has_persistent(c.scope, c.unaligned));
     case RowKernel::reread: return general;
-    case RowKernel::even_rows:
-      return c.unaligned ? t.unaligned_warps && has(std::span(kUnalignedEven), is_even) : has(t.even, is_even);
-    case RowKernel::nearly_even: return !(c.unaligned && t.constants > 0) && has(t.nearly_even, is_vectors);
-    case RowKernel::two_pass:
-      return t.two_pass && has(two_pass_kernels(t), [&](const TwoPass& k) {
-               return k.kept_parts == c.kept_parts && k.blocks_per_sm == c.blocks_per_sm && k.scope == c.scope;
-             });
+    case RowKernel::even_rows: return c.unaligned ? t.unaligned_warps && has(kUnalignedEven) : has(t.even);
+    case RowKernel::nearly_even: return !(c.unaligned && t.constants > 0) && has(t.nearly_even);
+    case RowKernel::two_pass: return t.two_pass && has(two_pass_kernels(t));
     case RowKernel::cluster:
-      return (c.unaligned ? t.unaligned_cluster : t.clusters(c.elements)) && has(cluster_vectors(t), is_vectors);
+      return (c.unaligned ? t.unaligned_cluster : t.clusters(c.elements)) && has(cluster_vectors(t));
     case RowKernel::persistent_unaligned:
-      return t.persistent_unaligned() && has(persistent_unaligned_vectors(t, c.scope), is_vectors);
+      return t.persistent_unaligned() && has(persistent_unaligned_vectors(t, c.scope));
     case RowKernel::staged:
-      return t.staged > 0 && has(std::span(kStaged), [&](const StagedRow& k) {
-               return k.lanes == c.lanes && k.held == c.vectors && has_staged(t, staged_columns(t, t.staged), k);
+      return t.staged > 0 && std::ranges::any_of(kStaged, [&](const StagedRow& k) {
+               return is(k, c) && has_staged(t, staged_columns(t, t.staged), k);
              });
-    case RowKernel::direct: return has_direct(t) && has(std::span(kDirect), is_vectors);
+    case RowKernel::direct: return has_direct(t) && has(kDirect);
     default: return true;  // one instance each
   }
 }

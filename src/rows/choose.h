@@ -6,7 +6,7 @@
 #include <string_view>
 
 #include "glue/masks.h"
-#include "rows/traits.h"
+#include "rows/kernel_sizes.h"
 
 namespace matmuls {
 
@@ -90,6 +90,16 @@ struct RowChoice {
   int tile_tensor_bytes = 0, tile_bytes = 0;  // staged: one tensor of a tile, all of them
   int teams = 0;                              // norm_backward_stream: of blocks that share a row
 };
+
+// True if an instance of its kernel is that of the choice.
+inline bool is(int vectors, const RowChoice& c) { return vectors == c.vectors; }
+inline bool is(const EvenRows& k, const RowChoice& c) {
+  return k.vectors == c.vectors && k.threads == c.threads && k.exact == c.exact;
+}
+inline bool is(const TwoPass& k, const RowChoice& c) {
+  return k.kept_parts == c.kept_parts && k.blocks_per_sm == c.blocks_per_sm && k.scope == c.scope;
+}
+inline bool is(const StagedRow& k, const RowChoice& c) { return k.lanes == c.lanes && k.held == c.vectors; }
 
 // True if the GPU has room for a block, or a cluster, of the choice.
 using HasRoom = bool (*)(const RowFacts&, const RowChoice&);

@@ -3,6 +3,7 @@
 
 #include <c10/util/Exception.h>
 
+#include <iterator>
 #include <utility>
 
 #include "rows/choose.h"
@@ -14,12 +15,12 @@ namespace matmuls {
               c.threads, " threads (", name_of(c.form), "); this is a bug");
 }
 
-// Calls body.operator()<i>() for i from 0 to n - 1, until it returns true for the instance of the choice.
-template <size_t n, class Body>
+// Calls body.operator()<k>() for the k of a list that is the instance of the choice.
+template <const auto& list, class Body>
 void with_instance(const RowChoice& c, const Body& body) {
   const bool found = [&]<size_t... i>(std::index_sequence<i...>) {
-    return (body.template operator()<i>() || ...);
-  }(std::make_index_sequence<n>());
+    return ((is(list[i], c) && (body.template operator()<list[i]>(), true)) || ...);
+  }(std::make_index_sequence<std::size(list)>());
   if (!found) not_compiled(c);
 }
 

@@ -36,20 +36,21 @@ void with_general(const RowChoice& c, const Use& use) {
     return use.template operator()<RowKernel::reread, reread_kernel<Op, V, t.most_vectors(V), unaligned>>();
   const auto with = [&]<Scope scope, int NV>() {
     if constexpr (t.has_vectors(scope, V, unaligned, NV)) {
-      if (c.scope != scope || c.vectors != NV) return false;
       if constexpr (t.has_one_pass(scope, unaligned))
         if (c.kernel == RowKernel::one_pass)
-          return use.template operator()<RowKernel::one_pass, one_pass_kernel<Op, V, NV, scope, unaligned>>(), true;
+          return use.template operator()<RowKernel::one_pass, one_pass_kernel<Op, V, NV, scope, unaligned>>();
       if constexpr (t.has_persistent(scope, unaligned))
         if (c.kernel == RowKernel::persistent)
-          return use.template operator()<RowKernel::persistent, persistent_kernel<Op, V, NV, scope, unaligned>>(), true;
+          return use.template operator()<RowKernel::persistent, persistent_kernel<Op, V, NV, scope, unaligned>>();
     }
-    return false;
+    not_compiled(c);
   };
-  with_instance<std::size(kGeneralVectors)>(c, [&]<size_t i>() {
-    constexpr int NV = kGeneralVectors[i];
-    return with.template operator()<Scope::warp, NV>() || with.template operator()<Scope::block, NV>() ||
-           with.template operator()<Scope::cluster, NV>();
+  with_instance<kGeneralVectors>(c, [&]<int NV>() {
+    switch (c.scope) {
+      case Scope::warp: return with.template operator()<Scope::warp, NV>();
+      case Scope::block: return with.template operator()<Scope::block, NV>();
+      case Scope::cluster: return with.template operator()<Scope::cluster, NV>();
+    }
   });
 }
 

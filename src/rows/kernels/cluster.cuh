@@ -103,11 +103,8 @@ __global__ void __launch_bounds__(kClusterThreads, 1)
 template <class Op, bool ragged, class Use>
 void with_cluster(const RowChoice& c, const Use& use) {
   static constexpr auto kCompiled = cluster_vectors(Op::kTraits);
-  with_instance<kCompiled.size()>(c, [&]<size_t i>() {
-    constexpr int NV = kCompiled[i];
-    if (c.vectors != NV) return false;
+  with_instance<kCompiled>(c, [&]<int NV>() {
     use.template operator()<RowKernel::cluster, cluster_kernel<Op, Op::kTraits.elements_of_vector(), NV, ragged>>();
-    return true;
   });
 }
 

@@ -68,11 +68,7 @@ __global__ void __launch_bounds__(32 * kTileWarps, N <= 22            ? 8
 // Hands the kernel of a choice to `use`.
 template <class Op, class Use>
 void with_direct(const RowChoice& c, const Use& use) {
-  with_instance<std::size(kDirect)>(c, [&]<size_t i>() {
-    if (c.vectors != kDirect[i]) return false;
-    use.template operator()<RowKernel::direct, direct_kernel<Op, kDirect[i]>>();
-    return true;
-  });
+  with_instance<kDirect>(c, [&]<int held>() { use.template operator()<RowKernel::direct, direct_kernel<Op, held>>(); });
 }
 
 }  // namespace matmuls

@@ -58,13 +58,10 @@ template <class Op, bool ragged, class Use>
 void with_even_rows(const RowChoice& c, const Use& use) {
   static constexpr std::span<const EvenRows> kCompiled =
       ragged ? std::span<const EvenRows>(kUnalignedEven) : Op::kTraits.even;
-  with_instance<kCompiled.size()>(c, [&]<size_t i>() {
-    constexpr EvenRows k = kCompiled[i];
-    if (c.vectors != k.vectors || c.threads != k.threads || c.exact != k.exact) return false;
+  with_instance<kCompiled>(c, [&]<EvenRows k>() {
     use.template
     operator()<RowKernel::even_rows, even_rows_kernel<Op, Op::kTraits.elements_of_vector(), k.vectors, k.threads,
                                                       even_rows_per_block(k.threads, ragged), k.exact, ragged>>();
-    return true;
   });
 }
 

@@ -46,12 +46,9 @@ __global__ void __launch_bounds__(256, NV* Op::kInputs > 5 ? 3 : 4)
 template <class Op, bool ragged, class Use>
 void with_nearly_even(const RowChoice& c, const Use& use) {
   static_assert(!ragged || Op::kConstants == 0);
-  with_instance<Op::kTraits.nearly_even.size()>(c, [&]<size_t i>() {
-    constexpr int NV = Op::kTraits.nearly_even[i];
-    if (c.vectors != NV) return false;
+  with_instance<Op::kTraits.nearly_even>(c, [&]<int NV>() {
     use.template
     operator()<RowKernel::nearly_even, nearly_even_kernel<Op, Op::kTraits.elements_of_vector(), NV, ragged>>();
-    return true;
   });
 }
 

@@ -138,12 +138,9 @@ template <class Op, class Use>
 void with_persistent_unaligned(const RowChoice& c, const Use& use) {
   const auto with = [&]<Scope scope>() {
     static constexpr auto kCompiled = persistent_unaligned_vectors(Op::kTraits, scope);
-    with_instance<kCompiled.size()>(c, [&]<size_t i>() {
-      constexpr int NV = kCompiled[i];
-      if (c.vectors != NV) return false;
+    with_instance<kCompiled>(c, [&]<int NV>() {
       use.template operator()<RowKernel::persistent_unaligned,
                               persistent_unaligned_kernel<Op, Op::kTraits.elements_of_vector(), NV, scope>>();
-      return true;
     });
   };
   c.scope == Scope::warp ? with.template operator()<Scope::warp>() : with.template operator()<Scope::block>();

@@ -219,15 +219,11 @@ __global__ void __launch_bounds__(32 * kTileWarps, kTileBlocks<Op, N>)
 template <class Op, class Use>
 void with_staged(const RowChoice& c, const Use& use) {
   constexpr int most = staged_columns(Op::kTraits, Op::kTraits.staged);
-  with_instance<std::size(kStaged)>(c, [&]<size_t i>() {
-    constexpr StagedRow k = kStaged[i];
-    if constexpr (!has_staged(Op::kTraits, most, k)) {
-      return false;
-    } else {
-      if (c.lanes != k.lanes || c.vectors != k.held) return false;
+  with_instance<kStaged>(c, [&]<StagedRow k>() {
+    if constexpr (has_staged(Op::kTraits, most, k))
       use.template operator()<RowKernel::staged, staged_kernel<Op, k.lanes, k.held>>();
-      return true;
-    }
+    else
+      not_compiled(c);
   });
 }
 

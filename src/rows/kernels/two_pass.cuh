@@ -97,13 +97,10 @@ template <class Op, class Use>
 void with_two_pass(const RowChoice& c, const Use& use) {
   static_assert(Op::kConstants == 0 && !Op::kColumnSums && Op::kTraits.keeps_nothing);
   static constexpr auto kCompiled = two_pass_kernels(Op::kTraits);
-  with_instance<kCompiled.size()>(c, [&]<size_t i>() {
-    constexpr TwoPass k = kCompiled[i];
-    if (c.kept_parts != k.kept_parts || c.blocks_per_sm != k.blocks_per_sm || c.scope != k.scope) return false;
+  with_instance<kCompiled>(c, [&]<TwoPass k>() {
     use.template
     operator()<RowKernel::two_pass,
                two_pass_kernel<Op, Op::kTraits.elements_of_vector(), k.kept_parts, k.blocks_per_sm, k.scope>>();
-    return true;
   });
 }
 

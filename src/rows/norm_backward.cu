@@ -439,12 +439,8 @@ TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
       "need_columns=True) -> (Tensor dx, Tensor dweight, Tensor dbias)",
       {at::Tag::pt2_compliant_tag});
 }
-TORCH_LIBRARY_IMPL(custom_mm, CPU, m) { m.impl("norm_backward", norm_backward<run_cpu>); }
-#ifdef MATMULS_CUDA
-TORCH_LIBRARY_IMPL(custom_mm, CUDA, m) { m.impl("norm_backward", norm_backward<run_cuda>); }
-#endif
-TORCH_LIBRARY_IMPL(custom_mm, Meta, m) { m.impl("norm_backward", norm_backward_meta); }
-TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) { m.impl("norm_backward", norm_backward_autograd); }
+MATMULS_KERNELS("norm_backward", norm_backward<run_cpu>, norm_backward<run_cuda>, norm_backward_meta,
+                norm_backward_autograd)
 
 }  // namespace matmuls
 #endif

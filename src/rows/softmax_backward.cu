@@ -377,28 +377,11 @@ TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
   m.def("softmax_backward_(Tensor(a!) y, Tensor grad, int dim=-1, float scale=1.0, bool causal=False) -> ()", tags);
 }
 
-TORCH_LIBRARY_IMPL(custom_mm, CPU, m) {
-  m.impl("softmax_backward", backward<run_cpu>);
-  m.impl("softmax_backward.out", backward_out<run_cpu>);
-  m.impl("softmax_backward_", backward_inplace<run_cpu>);
-}
-#ifdef MATMULS_CUDA
-TORCH_LIBRARY_IMPL(custom_mm, CUDA, m) {
-  m.impl("softmax_backward", backward<run_cuda>);
-  m.impl("softmax_backward.out", backward_out<run_cuda>);
-  m.impl("softmax_backward_", backward_inplace<run_cuda>);
-}
-#endif
-TORCH_LIBRARY_IMPL(custom_mm, Meta, m) {
-  m.impl("softmax_backward", backward_meta);
-  m.impl("softmax_backward.out", backward_out_meta);
-  m.impl("softmax_backward_", backward_inplace_meta);
-}
-TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) {
-  m.impl("softmax_backward", backward_autograd);
-  m.impl("softmax_backward.out", backward_out_autograd);
-  m.impl("softmax_backward_", backward_inplace_autograd);
-}
+MATMULS_KERNELS("softmax_backward", backward<run_cpu>, backward<run_cuda>, backward_meta, backward_autograd)
+MATMULS_KERNELS("softmax_backward.out", backward_out<run_cpu>, backward_out<run_cuda>, backward_out_meta,
+                backward_out_autograd)
+MATMULS_KERNELS("softmax_backward_", backward_inplace<run_cpu>, backward_inplace<run_cuda>, backward_inplace_meta,
+                backward_inplace_autograd)
 MATMULS_WRITES("softmax_backward.out", SoftmaxBackwardOutOp, 5)
 MATMULS_WRITES("softmax_backward_", BackwardInplaceOp, 0)
 

@@ -12,9 +12,9 @@
 #include <vector>
 
 #include "sparse/index_checks.h"
-#include "sparse/ops.h"
 #include "sparse/spmm/chunks/kernel.h"
 #include "sparse/spmm/chunks/layout.h"
+#include "sparse/spmm/layout_ops.h"
 
 namespace matmuls::spmm {
 namespace {
@@ -97,23 +97,8 @@ TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
       "chunk_values=None) -> Tensor",
       tags);
 }
-TORCH_LIBRARY_IMPL(custom_mm, CPU, m) {
-  m.impl("csr_chunks", CsrChunksOp::gpu_only);
-  m.impl("csr_spmm_chunks", SpmmChunksOp::gpu_only);
-}
-#ifdef MATMULS_CUDA
-TORCH_LIBRARY_IMPL(custom_mm, CUDA, m) {
-  m.impl("csr_chunks", csr_chunks<cut_on_gpu>);
-  m.impl("csr_spmm_chunks", on_gpu);
-}
-#endif
-TORCH_LIBRARY_IMPL(custom_mm, Meta, m) {
-  m.impl("csr_chunks", csr_chunks<cut_nothing>);
-  m.impl("csr_spmm_chunks", ProductByChunks::by_rows);
-}
-TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) {
-  m.impl("csr_chunks", CsrChunksOp::below_autograd);
-  m.impl("csr_spmm_chunks", ProductByChunks::autograd);
-}
+MATMULS_KERNELS("csr_chunks", CsrChunksOp::gpu_only, csr_chunks<cut_on_gpu>, csr_chunks<cut_nothing>,
+                CsrChunksOp::below_autograd)
+MATMULS_KERNELS("csr_spmm_chunks", SpmmChunksOp::gpu_only, on_gpu, ProductByChunks::by_rows, ProductByChunks::autograd)
 
 }  // namespace matmuls::spmm

@@ -10,7 +10,7 @@
 #include "glue/autograd.h"
 #include "glue/checks.h"
 #include "sparse/index_checks.h"
-#include "sparse/ops.h"
+#include "sparse/spmm/layout_ops.h"
 #include "sparse/spmm/spmm.h"
 #ifdef MATMULS_CUDA
 #include "glue/handles.h"
@@ -146,27 +146,9 @@ TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
       tags);
 }
 
-TORCH_LIBRARY_IMPL(custom_mm, CPU, m) {
-  m.impl("csr_filled", CsrFilledOp::gpu_only);
-  m.impl("csr_halves", CsrHalvesOp::gpu_only);
-  m.impl("csr_spmm_halves", CsrSpmmHalvesOp::gpu_only);
-}
-#ifdef MATMULS_CUDA
-TORCH_LIBRARY_IMPL(custom_mm, CUDA, m) {
-  m.impl("csr_filled", csr_filled);
-  m.impl("csr_halves", csr_halves);
-  m.impl("csr_spmm_halves", csr_spmm_halves);
-}
-#endif
-TORCH_LIBRARY_IMPL(custom_mm, Meta, m) {
-  m.impl("csr_filled", csr_filled_meta);
-  m.impl("csr_halves", csr_halves_meta);
-  m.impl("csr_spmm_halves", HalvesProduct::by_rows);
-}
-TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) {
-  m.impl("csr_filled", CsrFilledOp::below_autograd);
-  m.impl("csr_halves", CsrHalvesOp::below_autograd);
-  m.impl("csr_spmm_halves", HalvesProduct::autograd);
-}
+MATMULS_KERNELS("csr_filled", CsrFilledOp::gpu_only, csr_filled, csr_filled_meta, CsrFilledOp::below_autograd)
+MATMULS_KERNELS("csr_halves", CsrHalvesOp::gpu_only, csr_halves, csr_halves_meta, CsrHalvesOp::below_autograd)
+MATMULS_KERNELS("csr_spmm_halves", CsrSpmmHalvesOp::gpu_only, csr_spmm_halves, HalvesProduct::by_rows,
+                HalvesProduct::autograd)
 
 }  // namespace matmuls::spmm

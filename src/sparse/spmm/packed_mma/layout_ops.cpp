@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "sparse/index_checks.h"
-#include "sparse/ops.h"
+#include "sparse/spmm/layout_ops.h"
 #include "sparse/spmm/packed_mma/kernel_sm90.h"
 
 namespace matmuls {
@@ -141,31 +141,11 @@ TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
       "order=None, int longest=-1, Tensor? bias=None) -> Tensor",
       tags);
 }
-TORCH_LIBRARY_IMPL(custom_mm, CPU, m) {
-  m.impl("csr_packed_units", CsrPackedUnitsOp::gpu_only);
-  m.impl("csr_packed", CsrPackedOp::gpu_only);
-  m.impl("csr_spmm_packed", SpmmPackedOp::gpu_only);
-  m.impl("csr_linear_packed", LinearPackedOp::gpu_only);
-}
-#ifdef MATMULS_CUDA
-TORCH_LIBRARY_IMPL(custom_mm, CUDA, m) {
-  m.impl("csr_packed_units", csr_packed_units);
-  m.impl("csr_packed", csr_packed);
-  m.impl("csr_spmm_packed", spmm_packed_on_gpu);
-  m.impl("csr_linear_packed", linear_on_gpu);
-}
-#endif
-TORCH_LIBRARY_IMPL(custom_mm, Meta, m) {
-  m.impl("csr_packed_units", csr_packed_units_meta);
-  m.impl("csr_packed", csr_packed_meta);
-  m.impl("csr_spmm_packed", PackedProduct::by_rows);
-  m.impl("csr_linear_packed", linear_by_rows);
-}
-TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) {
-  m.impl("csr_packed_units", CsrPackedUnitsOp::below_autograd);
-  m.impl("csr_packed", CsrPackedOp::below_autograd);
-  m.impl("csr_spmm_packed", PackedProduct::autograd);
-  m.impl("csr_linear_packed", linear_autograd);
-}
+MATMULS_KERNELS("csr_packed_units", CsrPackedUnitsOp::gpu_only, csr_packed_units, csr_packed_units_meta,
+                CsrPackedUnitsOp::below_autograd)
+MATMULS_KERNELS("csr_packed", CsrPackedOp::gpu_only, csr_packed, csr_packed_meta, CsrPackedOp::below_autograd)
+MATMULS_KERNELS("csr_spmm_packed", SpmmPackedOp::gpu_only, spmm_packed_on_gpu, PackedProduct::by_rows,
+                PackedProduct::autograd)
+MATMULS_KERNELS("csr_linear_packed", LinearPackedOp::gpu_only, linear_on_gpu, linear_by_rows, linear_autograd)
 
 }  // namespace matmuls

@@ -11,6 +11,7 @@
 
 #include "glue/operator.h"
 #include "sparse/index_checks.h"
+#include "sparse/spmm/layout_ops.h"
 #include "sparse/spmm/reordered/layout.h"
 
 namespace matmuls {
@@ -95,27 +96,11 @@ TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
         tags);
   m.def("csr_reorder(Tensor crow, Tensor col, Tensor order) -> (Tensor, Tensor, Tensor)", tags);
 }
-TORCH_LIBRARY_IMPL(custom_mm, CPU, m) {
-  m.impl("csr_regions", CsrRegionsOp::gpu_only);
-  m.impl("csr_reads", CsrReadsOp::gpu_only);
-  m.impl("csr_reorder", CsrReorderOp::gpu_only);
-}
-#ifdef MATMULS_CUDA
-TORCH_LIBRARY_IMPL(custom_mm, CUDA, m) {
-  m.impl("csr_regions", csr_regions<grow_on_gpu>);
-  m.impl("csr_reads", csr_reads<count_reads_on_gpu>);
-  m.impl("csr_reorder", csr_reorder<move_rows_on_gpu>);
-}
-#endif
-TORCH_LIBRARY_IMPL(custom_mm, Meta, m) {
-  m.impl("csr_regions", csr_regions<grow_nothing>);
-  m.impl("csr_reads", csr_reads<count_nothing>);
-  m.impl("csr_reorder", csr_reorder<move_nothing>);
-}
-TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) {
-  m.impl("csr_regions", CsrRegionsOp::below_autograd);
-  m.impl("csr_reads", CsrReadsOp::below_autograd);
-  m.impl("csr_reorder", CsrReorderOp::below_autograd);
-}
+MATMULS_KERNELS("csr_regions", CsrRegionsOp::gpu_only, csr_regions<grow_on_gpu>, csr_regions<grow_nothing>,
+                CsrRegionsOp::below_autograd)
+MATMULS_KERNELS("csr_reads", CsrReadsOp::gpu_only, csr_reads<count_reads_on_gpu>, csr_reads<count_nothing>,
+                CsrReadsOp::below_autograd)
+MATMULS_KERNELS("csr_reorder", CsrReorderOp::gpu_only, csr_reorder<move_rows_on_gpu>, csr_reorder<move_nothing>,
+                CsrReorderOp::below_autograd)
 
 }  // namespace matmuls

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "sparse/index_checks.h"
-#include "sparse/ops.h"
+#include "sparse/spmm/layout_ops.h"
 #include "sparse/spmm/smem_tiles/kernel.h"
 
 namespace matmuls {
@@ -150,27 +150,9 @@ TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
       "values, Tensor dense, SymInt columns, int lanes, Tensor? order=None, int longest=-1) -> Tensor",
       tags);
 }
-TORCH_LIBRARY_IMPL(custom_mm, CPU, m) {
-  m.impl("csr_tiles", CsrTilesOp::gpu_only);
-  m.impl("csr_tile_entries", CsrTileEntriesOp::gpu_only);
-  m.impl("csr_spmm_tiles", SpmmTilesOp::gpu_only);
-}
-#ifdef MATMULS_CUDA
-TORCH_LIBRARY_IMPL(custom_mm, CUDA, m) {
-  m.impl("csr_tiles", csr_tiles);
-  m.impl("csr_tile_entries", csr_tile_entries);
-  m.impl("csr_spmm_tiles", spmm_on_gpu);
-}
-#endif
-TORCH_LIBRARY_IMPL(custom_mm, Meta, m) {
-  m.impl("csr_tiles", csr_tiles_meta);
-  m.impl("csr_tile_entries", csr_tile_entries_meta);
-  m.impl("csr_spmm_tiles", ProductByTiles::by_rows);
-}
-TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) {
-  m.impl("csr_tiles", CsrTilesOp::below_autograd);
-  m.impl("csr_tile_entries", CsrTileEntriesOp::below_autograd);
-  m.impl("csr_spmm_tiles", ProductByTiles::autograd);
-}
+MATMULS_KERNELS("csr_tiles", CsrTilesOp::gpu_only, csr_tiles, csr_tiles_meta, CsrTilesOp::below_autograd)
+MATMULS_KERNELS("csr_tile_entries", CsrTileEntriesOp::gpu_only, csr_tile_entries, csr_tile_entries_meta,
+                CsrTileEntriesOp::below_autograd)
+MATMULS_KERNELS("csr_spmm_tiles", SpmmTilesOp::gpu_only, spmm_on_gpu, ProductByTiles::by_rows, ProductByTiles::autograd)
 
 }  // namespace matmuls

@@ -87,8 +87,6 @@ class PreparedCalls:
         """The result for x, or None if no prepared call is valid for what is passed, for x's shape, strides, dtype and
         device and for the dispatch modes, or during a capture."""
 
-BoundCalls = PreparedCalls
-
 def validate_offsets(name: str, offsets: Tensor, nonzeros: int, what: str) -> None:
     """Raises ValueError unless offsets begin with 0, do not decrease and end with `nonzeros`, the number of `what`.
     Does nothing on a GPU."""

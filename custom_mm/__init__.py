@@ -58,8 +58,6 @@ if not TYPE_CHECKING:  # to type checkers every name would be there
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{where}")
 
 
-_C.BoundCalls = _C.PreparedCalls  # its name in older pickles of plans
-
 # MKL 2024.2, which CPU builds of torch 2.13 hold, stores the processor's type in two steps in a process's first vector
 # call. A thread that reads it in between computes with 11 bits (torch.exp: errors of 1.5e-4). So that call is here.
 torch.exp(torch.zeros(1, dtype=torch.float32, device="cpu"))

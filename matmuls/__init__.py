@@ -4,7 +4,7 @@ import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from . import batching, older_names  # noqa: F401
+from . import batching  # noqa: F401
 from .dense import cublasMM, cublasTransabMM, cublasTransaMM, cublasTransbMM, handles, matmul
 from .fused_softmax import (
     FusedSoftmax,

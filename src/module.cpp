@@ -74,6 +74,8 @@ py::dict choose_spmm(const matmuls::spmm::ProductFacts& facts, const matmuls::sp
     return result;
   }
   const auto choice = matmuls::spmm::choose_rows(facts);
+  TORCH_CHECK(is_compiled(facts, choice), "choose_spmm: expected a kernel that is compiled, got ", choice.lanes,
+              " lanes, ", choice.parts, " parts and ", choice.vectors, " vectors");
   result["kernel"] = choice.name();
   result["lanes"] = choice.lanes, result["parts"] = choice.parts, result["vectors"] = choice.vectors;
   result["shares"] = choice.shares, result["lean"] = choice.lean;

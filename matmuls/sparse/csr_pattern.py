@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch._C import _DisableFuncTorch
@@ -90,10 +90,6 @@ class Blocks:
     height: int
     width: int
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        older = {"pattern": state["structure"]} if "structure" in state else {}
-        self.__dict__.update({name: x for name, x in state.items() if name != "structure"} | older)
-
 
 class CsrPattern:
     """The checked indices of a matrix [rows, columns].
@@ -106,7 +102,7 @@ class CsrPattern:
     nonzero_of_entries: of an uncoalesced COO matrix on a CPU, the nonzero that each entry is added to.
     """
 
-    nonzero_of_entries: torch.Tensor | None = None  # a class attribute: older pickles lack it
+    nonzero_of_entries: torch.Tensor | None = None
 
     def __init__(
         self,
@@ -154,14 +150,6 @@ class CsrPattern:
 
     def __deepcopy__(self, memo: dict[int, object]) -> "CsrPattern":
         return self  # never written to
-
-    def __getstate__(self) -> dict[str, object]:
-        return {name: getattr(self, name) for name in ("crow", "col", "order", "rows", "columns", "batch", "blocks")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        from .pickled import load_pattern
-
-        load_pattern(self, state)
 
     @property
     def tensors(self) -> list[torch.Tensor]:

@@ -185,19 +185,6 @@ class PreparedCalls:
         self.__dict__.update(state)
         self.forget()
         self._origin = None if self.source is None else weakref.ref(self.source)
-        self._apart = self._apart or self.source is not None  # False in older pickles
-
-    def distrust(self) -> None:
-        """Let the next product compare the indices of `source`, which come from a pickle, with the pattern."""
-        self._seen = -2, -2
-
-    @classmethod
-    def from_older_pickle(cls, state: dict[str, Any]) -> "PreparedCalls":
-        """From the state of a plan before this class: its attributes _values, _source, _values_shape."""
-        source: torch.Tensor | None = state.get("_source")
-        made = cls(state["_values"], source=source, origin=source, values_shape=state.get("_values_shape"))
-        made._seen = state.get("_seen", made._seen)
-        return made
 
 
 def watched_of(pattern: CsrPattern) -> list[torch.Tensor]:

@@ -83,18 +83,6 @@ LINEAR_US, TRANSPOSED_US = 0.7, 5
 # To reorder rows: rows of A for each that begins far from the diagonal, and nonzeros of the longest row, at most.
 ROWS_PER_FAR, LONGEST_REORDERED = 4, 64
 
-# Names in results of earlier versions.
-OLD_NAMES = {
-    "ours": DEFAULT,
-    "dense in halves": FP16X2,
-    "two of four": SPARSE24,
-    "tiles in shared memory": SMEM_TILES,
-    "packed on tensor cores": PACKED_MMA,
-    "packed for a linear layer": PACKED_MMA_LINEAR,
-    "rows reordered": REORDERED,
-    "blocks on tensor cores": BLOCKS,
-}
-
 
 @dataclass(frozen=True)
 class Facts:

@@ -6,7 +6,6 @@ torch.use_deterministic_algorithms a plan takes the default product.
 """
 
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -110,9 +109,7 @@ class Selector:
     copy of the matrix in another layout may serve; without it every candidate reads the values it is given.
     """
 
-    def __init__(
-        self, pattern: CsrPattern, *older: object, products: int = PRODUCTS, constant: bool = False
-    ) -> None:  # older: arguments in pickles of earlier versions
+    def __init__(self, pattern: CsrPattern, *, products: int = PRODUCTS, constant: bool = False) -> None:
         self._pattern, self.products, self.constant = pattern, products, constant
         self.measured: dict[tuple[torch.dtype, int], Measurement] = {}  # by dtype and bits of the number of columns
         self._products: dict[str, Product] = {}
@@ -124,9 +121,6 @@ class Selector:
     def __deepcopy__(self, memo: dict[int, Any]) -> "Selector":
         # Layouts and measurements are soon made again.
         return Selector(self._pattern, products=self.products, constant=self.constant)
-
-    def __reduce__(self) -> Any:
-        return partial(Selector, products=self.products, constant=self.constant), (self._pattern,)
 
     def of_other_values(self) -> "Selector":
         """The selector for values other than a constant plan's; made once."""

@@ -132,12 +132,6 @@ class SolvePlan:
     def __reduce__(self) -> tuple[Any, ...]:
         return solve_plan, (self.a, self.upper, self.transpose, self.unit_diagonal)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        square("SolvePlan", state["a"])
-        self.a, ways = state["a"], ("upper", "transpose", "unit_diagonal")
-        self.upper, self.transpose, self.unit_diagonal = (bool(state[way]) for way in ways)
-        self._start()
-
     @property
     def nbytes(self) -> int:
         """The bytes of the indices, and of the values and buffers of the analyses that are kept."""

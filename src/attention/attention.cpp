@@ -221,12 +221,7 @@ TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
 
 TORCH_LIBRARY_IMPL(custom_mm, CompositeImplicitAutograd, m) { m.impl("attention_at_once", attends_at_once); }
 
-TORCH_LIBRARY_IMPL(custom_mm, CPU, m) { m.impl("attention_forward", run); }
-#ifdef MATMULS_CUDA
-TORCH_LIBRARY_IMPL(custom_mm, CUDA, m) { m.impl("attention_forward", run); }
-#endif
-TORCH_LIBRARY_IMPL(custom_mm, Meta, m) { m.impl("attention_forward", meta); }
-TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) { m.impl("attention_forward", without_gradient); }
+MATMULS_KERNELS("attention_forward", run, run, meta, without_gradient)
 TORCH_LIBRARY_IMPL(custom_mm, ADInplaceOrView, m) { m.impl("attention_forward", written); }
 
 }  // namespace matmuls

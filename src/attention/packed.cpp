@@ -1,12 +1,7 @@
-// attend_packed (packed.h): its checks, and the CPU.
+// attend_packed (packed.h): its checks.
 #include "attention/packed.h"
 
-#include <ATen/OpMathType.h>
-#include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/matmul.h>
-#include <ATen/ops/softmax.h>
-#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <limits>
@@ -50,37 +45,6 @@ Heads heads_of(const char* name, const Tensor& t) {
 }
 #endif
 
-// The context [n, H, D] of q [n, H, D] and the keys of one segment.
-Tensor of_segment(const Tensor& q, const Tensor& k, const Tensor& v, const Call& call, double scale) {
-  const int64_t queries = q.size(0), keys = k.size(0);
-  const auto alike = [&](const Tensor& t) {
-    return t.unsqueeze(2).expand({-1, -1, call.sharing, -1}).flatten(1, 2).transpose(0, 1);
-  };
-  const Tensor scores = at::matmul(q.transpose(0, 1).mul(scale), alike(k).mT());
-  // from the query's place to the key's
-  const Tensor distances = at::arange(keys).sub(keys - queries).unsqueeze(0).sub(at::arange(queries).unsqueeze(1));
-  Tensor hidden = distances.gt(call.right < 0 ? INT32_MAX : call.right);
-  if (call.left >= 0) hidden = hidden.logical_or(distances.lt(-int64_t{call.left}));
-  const Tensor seen = scores.masked_fill(hidden, -std::numeric_limits<double>::infinity());
-  const Tensor weights = at::softmax(seen, -1).masked_fill(hidden.all(-1, true), 0);
-  return at::matmul(weights, alike(v)).transpose(0, 1);
-}
-
-void attend_on_cpu(const Tensor& q, const Tensor& k, const Tensor& v, const Call& call, double scale,
-                   const Tensor& context) {
-  const auto type = at::toOpMathType(q.scalar_type());
-  for (int i = 0; i < call.segments; ++i) {
-    const int64_t first = call.queries[i], end = call.queries[i + 1], key = call.keys[i], last = call.keys[i + 1];
-    TORCH_CHECK(0 <= first && first <= end && end <= q.size(0) && 0 <= key && key <= last && last <= k.size(0), kName,
-                ": expected starts that ascend from 0 on to the rows of q and k, got a segment of queries ", first,
-                " to ", end, " and keys ", key, " to ", last);
-    if (first == end || key == last) continue;
-    const auto part = [&](const Tensor& t, int64_t from, int64_t to) { return t.slice(0, from, to).to(type); };
-    context.slice(0, first, end)
-        .copy_(of_segment(part(q, first, end), part(k, key, last), part(v, key, last), call, scale));
-  }
-}
-
 }  // namespace
 }  // namespace packed
 
@@ -90,25 +54,21 @@ at::Tensor attend_packed(const at::Tensor& q, const at::Tensor& k, const at::Ten
   const int64_t most = std::numeric_limits<int32_t>::max() / 4, heads = q.size(1), count = queries.numel();
   TORCH_CHECK(q.size(0) <= most && k.size(0) <= most, packed::kName, ": expected at most 2^29 tokens, got ", q.size(0),
               " and ", k.size(0));
-  packed::Call call{};
+  [[maybe_unused]] packed::Call call{};
   call.queries = packed::check_starts("query_starts", queries, q, count);
   call.keys = packed::check_starts("key_starts", keys, q, count);
   call.segments = static_cast<int>(count - 1), call.heads = static_cast<int>(heads);
   call.sharing = static_cast<int>(heads / k.size(1)), call.longest = static_cast<int>(longest);
   call.left = static_cast<int>(std::clamp<int64_t>(left, -1, most));
   call.right = static_cast<int>(std::clamp<int64_t>(right, -1, most));
+  expect_gpu(packed::kName, "q", q);
+  const at::Tensor context = at::empty({q.size(0), heads * q.size(2)}, q.options());
 #ifdef MATMULS_CUDA
-  if (q.is_cuda()) {
-    const at::Tensor context = at::empty({q.size(0), heads * q.size(2)}, q.options());
-    call.q = packed::heads_of("q", q), call.k = packed::heads_of("k", k), call.v = packed::heads_of("v", v);
-    call.context = context.mutable_data_ptr(), call.scale = static_cast<float>(scale * 1.4426950408889634);
-    if (context.numel() > 0 && longest > 0 && count > 1) packed::attend_on_gpu(q, call);
-    return context;
-  }
+  call.q = packed::heads_of("q", q), call.k = packed::heads_of("k", k), call.v = packed::heads_of("v", v);
+  call.context = context.mutable_data_ptr(), call.scale = static_cast<float>(scale * 1.4426950408889634);
+  if (context.numel() > 0 && longest > 0 && count > 1) packed::attend_on_gpu(q, call);
 #endif
-  const at::Tensor context = at::zeros(q.sizes(), q.options());
-  packed::attend_on_cpu(q, k, v, call, scale, context);
-  return context.flatten(1);
+  return context;
 }
 
 }  // namespace matmuls

@@ -11,8 +11,8 @@ namespace matmuls {
 // q [T, H, D], k and v [keys, h, D] with h a divisor of H -> [T, H * D]. The queries from queries[i] to queries[i + 1]
 // see the keys from keys[i] to keys[i + 1], of these the ones at most `left` before and `right` after the query's place
 // (-1: all), where the last query is at the last key's place. The context of a query that sees none is 0. Rows of no
-// segment are undefined. longest: the most queries of a segment. On a GPU in float16 or bfloat16 and with D of 32, 64,
-// 80, 96 or 128 alone, from sm_80 on.
+// segment are undefined. longest: the most queries of a segment. On a GPU alone, from sm_80 on, in float16 or bfloat16
+// and with D of 32, 64, 80, 96 or 128.
 at::Tensor attend_packed(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& queries,
                          const at::Tensor& keys, int64_t longest, double scale, int64_t left, int64_t right);
 

@@ -77,12 +77,7 @@ TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
   m.def("scores_backward_(Tensor(a!) y, Tensor grad, Tensor values, int piece_bytes=8388608) -> ()",
         {at::Tag::pt2_compliant_tag});
 }
-TORCH_LIBRARY_IMPL(custom_mm, CPU, m) { m.impl("scores_backward_", scores_backward_); }
-#ifdef MATMULS_CUDA
-TORCH_LIBRARY_IMPL(custom_mm, CUDA, m) { m.impl("scores_backward_", scores_backward_); }
-#endif
-TORCH_LIBRARY_IMPL(custom_mm, Meta, m) { m.impl("scores_backward_", scores_backward_meta); }
-TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) { m.impl("scores_backward_", scores_backward_autograd); }
+MATMULS_KERNELS("scores_backward_", scores_backward_, scores_backward_, scores_backward_meta, scores_backward_autograd)
 MATMULS_WRITES("scores_backward_", ScoresBackwardOp, 0)
 
 }  // namespace matmuls

@@ -356,25 +356,10 @@ TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
   m.def("gelu_backward(Tensor grad, Tensor x, bool tanh=False) -> Tensor", tags);
 }
 
-#define MATMULS_ACTIVATION_KERNELS(run) \
-  m.impl("bias_act_", bias_act_<run>);  \
-  m.impl("gelu", gelu<run>);            \
-  m.impl("gelu_backward", gelu_backward<run>);
-
-TORCH_LIBRARY_IMPL(custom_mm, CPU, m){MATMULS_ACTIVATION_KERNELS(run_cpu)}
-#ifdef MATMULS_CUDA
-TORCH_LIBRARY_IMPL(custom_mm, CUDA, m){MATMULS_ACTIVATION_KERNELS(run_cuda)}
-#endif
-TORCH_LIBRARY_IMPL(custom_mm, Meta, m) {
-  m.impl("bias_act_", bias_act_meta);
-  m.impl("gelu", gelu_meta);
-  m.impl("gelu_backward", gelu_backward_meta);
-}
-TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) {
-  m.impl("bias_act_", bias_act_autograd);
-  m.impl("gelu", gelu_autograd);
-  m.impl("gelu_backward", gelu_backward_autograd);
-}
+MATMULS_KERNELS("bias_act_", bias_act_<run_cpu>, bias_act_<run_cuda>, bias_act_meta, bias_act_autograd)
+MATMULS_KERNELS("gelu", gelu<run_cpu>, gelu<run_cuda>, gelu_meta, gelu_autograd)
+MATMULS_KERNELS("gelu_backward", gelu_backward<run_cpu>, gelu_backward<run_cuda>, gelu_backward_meta,
+                gelu_backward_autograd)
 MATMULS_WRITES("bias_act_", BiasActOp, 0)
 
 }  // namespace matmuls

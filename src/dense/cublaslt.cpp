@@ -265,15 +265,6 @@ void cublaslt_matmul_out_autograd(c10::DispatchKeySet keys, const Tensor& a, con
   LtMatmulOutOp::handle().redispatch(keys & c10::after_autograd_keyset, a, b, bias, name, transa, transb, out);
 }
 
-template <c10::DeviceType device>
-Tensor cublaslt_matmul_autocast(const Tensor& a, const Tensor& b, const OptionalTensor& bias, Name name, bool transa,
-                                bool transb) {
-  c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
-  const auto dtype = autocast_dtype(device);
-  return LtMatmulOp::call(autocast_to(dtype, a, device), autocast_to(dtype, b, device),
-                          autocast_to(dtype, bias, device), name, transa, transb);
-}
-
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
@@ -287,31 +278,13 @@ TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
       {at::Tag::pt2_compliant_tag});
 }
 
-TORCH_LIBRARY_IMPL(custom_mm, CPU, m) {
-  m.impl("cublaslt_matmul", cublaslt_matmul_cpu);
-  m.impl("cublaslt_matmul.out", cublaslt_matmul_out_cpu);
-}
-
-#ifdef MATMULS_CUDA
-TORCH_LIBRARY_IMPL(custom_mm, CUDA, m) {
-  m.impl("cublaslt_matmul", cublaslt_matmul_cuda);
-  m.impl("cublaslt_matmul.out", cublaslt_matmul_out_cuda);
-}
-#endif
-
-TORCH_LIBRARY_IMPL(custom_mm, Meta, m) {
-  m.impl("cublaslt_matmul", cublaslt_matmul_meta);
-  m.impl("cublaslt_matmul.out", cublaslt_matmul_out_meta);
-}
-
-TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) {
-  m.impl("cublaslt_matmul", cublaslt_matmul_autograd);
-  m.impl("cublaslt_matmul.out", cublaslt_matmul_out_autograd);
-}
+MATMULS_KERNELS("cublaslt_matmul", cublaslt_matmul_cpu, cublaslt_matmul_cuda, cublaslt_matmul_meta,
+                cublaslt_matmul_autograd)
+MATMULS_KERNELS("cublaslt_matmul.out", cublaslt_matmul_out_cpu, cublaslt_matmul_out_cuda, cublaslt_matmul_out_meta,
+                cublaslt_matmul_out_autograd)
 
 MATMULS_WRITES("cublaslt_matmul.out", LtMatmulOutOp, 6)
 
-TORCH_LIBRARY_IMPL(custom_mm, AutocastCPU, m) { m.impl("cublaslt_matmul", cublaslt_matmul_autocast<at::kCPU>); }
-TORCH_LIBRARY_IMPL(custom_mm, AutocastCUDA, m) { m.impl("cublaslt_matmul", cublaslt_matmul_autocast<at::kCUDA>); }
+MATMULS_AUTOCAST("cublaslt_matmul", LtMatmulOp)
 
 }  // namespace matmuls

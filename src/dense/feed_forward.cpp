@@ -106,12 +106,7 @@ TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
       {at::Tag::pt2_compliant_tag});
 }
 
-TORCH_LIBRARY_IMPL(custom_mm, CPU, m) { m.impl("feed_forward_", run); }
-#ifdef MATMULS_CUDA
-TORCH_LIBRARY_IMPL(custom_mm, CUDA, m) { m.impl("feed_forward_", run); }
-#endif
-TORCH_LIBRARY_IMPL(custom_mm, Meta, m) { m.impl("feed_forward_", meta); }
-TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) { m.impl("feed_forward_", without_gradient); }
+MATMULS_KERNELS("feed_forward_", run, run, meta, without_gradient)
 MATMULS_WRITES("feed_forward_", FeedForwardOp, 0)
 
 }  // namespace matmuls

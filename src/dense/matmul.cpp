@@ -206,13 +206,6 @@ void matmul_out_autograd(c10::DispatchKeySet keys, const Tensor& a, const Tensor
   MatmulOutOp::handle().redispatch(keys & c10::after_autograd_keyset, a, b, transa, transb, out);
 }
 
-template <c10::DeviceType device>
-Tensor matmul_autocast(const Tensor& a, const Tensor& b, bool transa, bool transb) {
-  c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
-  const auto dtype = autocast_dtype(device);
-  return MatmulOp::call(autocast_to(dtype, a, device), autocast_to(dtype, b, device), transa, transb);
-}
-
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
@@ -229,31 +222,11 @@ TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
 TORCH_LIBRARY_IMPL(custom_mm, CompositeImplicitAutograd, m) { m.impl("matmul_backward", matmul_backward); }
 TORCH_LIBRARY_IMPL(custom_mm, FuncTorchBatchedDecomposition, m) { m.impl("matmul_backward", matmul_backward); }
 
-TORCH_LIBRARY_IMPL(custom_mm, CPU, m) {
-  m.impl("matmul", matmul_cpu);
-  m.impl("matmul.out", matmul_out_cpu);
-}
-
-#ifdef MATMULS_CUDA
-TORCH_LIBRARY_IMPL(custom_mm, CUDA, m) {
-  m.impl("matmul", matmul_cuda);
-  m.impl("matmul.out", matmul_out_cuda);
-}
-#endif
-
-TORCH_LIBRARY_IMPL(custom_mm, Meta, m) {
-  m.impl("matmul", matmul_meta);
-  m.impl("matmul.out", matmul_out_meta);
-}
-
-TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) {
-  m.impl("matmul", matmul_autograd);
-  m.impl("matmul.out", matmul_out_autograd);
-}
+MATMULS_KERNELS("matmul", matmul_cpu, matmul_cuda, matmul_meta, matmul_autograd)
+MATMULS_KERNELS("matmul.out", matmul_out_cpu, matmul_out_cuda, matmul_out_meta, matmul_out_autograd)
 
 MATMULS_WRITES("matmul.out", MatmulOutOp, 4)
 
-TORCH_LIBRARY_IMPL(custom_mm, AutocastCPU, m) { m.impl("matmul", matmul_autocast<at::kCPU>); }
-TORCH_LIBRARY_IMPL(custom_mm, AutocastCUDA, m) { m.impl("matmul", matmul_autocast<at::kCUDA>); }
+MATMULS_AUTOCAST("matmul", MatmulOp)
 
 }  // namespace matmuls

@@ -118,6 +118,10 @@ void expect_memory(const char* op, const char* name, const at::Tensor& t) {
               " to be a dense tensor on a CPU or GPU, got ", t.layout(), " on ", t.device());
 }
 
+void expect_gpu(const char* op, const char* name, const at::Tensor& t) {
+  TORCH_CHECK_NOT_IMPLEMENTED(t.is_cuda(), op, ": expected ", name, " on a GPU, got it on ", t.device());
+}
+
 void check_operands(const char* op, const at::Tensor& a, const at::Tensor& b, const at::Tensor& bias,
                     const at::Tensor& out) {
   TORCH_CHECK(a.defined() && b.defined(), op, ": expected tensors a and b, got None");

@@ -39,6 +39,8 @@ void check_operands(const char* op, const at::Tensor& a, const at::Tensor& b, co
 
 // Raises unless t is strided and has memory (meta and traced tensors have none), for functions that read by address.
 void expect_memory(const char* op, const char* name, const at::Tensor& t);
+// Raises unless t is on a GPU, for functions without CPU code.
+void expect_gpu(const char* op, const char* name, const at::Tensor& t);
 
 // True if writing x could change y: exact for strided layouts (a bounded search over both index spaces), and true if
 // the search exceeds its bound.

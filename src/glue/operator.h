@@ -79,6 +79,7 @@ struct Operator;
 
 template <class Self, class R, class... A>
 struct Operator<Self, R(A...)> {
+  using Signature = R(A...);
   static const auto& handle() {
     static const auto op =
         c10::Dispatcher::singleton().findSchemaOrThrow(Self::kName, Self::kOverload).template typed<R(A...)>();
@@ -90,6 +91,26 @@ struct Operator<Self, R(A...)> {
   static R below_autograd(A... args) {
     at::AutoDispatchBelowAutograd guard;
     return handle().call(args...);
+  }
+
+  // Autocast kernel of an operator whose floating-point tensors are cast to autocast's dtype, as torch.matmul's are.
+  template <c10::DeviceType device>
+  static R autocast(A... args) {
+    c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
+    const auto dtype = autocast_dtype(device);
+    const auto cast = [&]<class X>(const X& x) -> decltype(auto) {
+      if constexpr (std::is_same_v<X, at::Tensor> || std::is_same_v<X, std::optional<at::Tensor>>)
+        return autocast_to(dtype, x, device);
+      else
+        return (x);
+    };
+    return handle().call(cast(args)...);
+  }
+
+  // CPU kernel of an operator that reads or makes a layout for a GPU's kernels.
+  static R gpu_only(A...) {
+    TORCH_CHECK_NOT_IMPLEMENTED(false, std::strchr(Self::kName, ':') + 2,
+                                ": expected tensors on a GPU, got them on a CPU");
   }
 
   // ADInplaceOrView for an operator that writes argument `written`.
@@ -139,5 +160,23 @@ struct Operator<Self, R(A...)> {
   TORCH_LIBRARY_IMPL(custom_mm, ADInplaceOrView, m) { m.impl(name, type::inplace<written>); } \
   TORCH_LIBRARY_IMPL(custom_mm, Conjugate, m) { m.impl(name, type::lazy<written>); }          \
   TORCH_LIBRARY_IMPL(custom_mm, Negative, m) { m.impl(name, type::lazy<written>); }
+
+// Registers an operator's kernels.
+#ifdef MATMULS_CUDA
+#define MATMULS_CUDA_KERNEL(name, kernel) \
+  TORCH_LIBRARY_IMPL(custom_mm, CUDA, m) { m.impl(name, kernel); }
+#else
+#define MATMULS_CUDA_KERNEL(name, kernel)
+#endif
+#define MATMULS_KERNELS(name, cpu, cuda, meta, autograd)         \
+  TORCH_LIBRARY_IMPL(custom_mm, CPU, m) { m.impl(name, cpu); }   \
+  MATMULS_CUDA_KERNEL(name, cuda)                                \
+  TORCH_LIBRARY_IMPL(custom_mm, Meta, m) { m.impl(name, meta); } \
+  TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) { m.impl(name, autograd); }
+
+// Registers Operator::autocast on a CPU and a GPU.
+#define MATMULS_AUTOCAST(name, type)                                                        \
+  TORCH_LIBRARY_IMPL(custom_mm, AutocastCPU, m) { m.impl(name, type::autocast<at::kCPU>); } \
+  TORCH_LIBRARY_IMPL(custom_mm, AutocastCUDA, m) { m.impl(name, type::autocast<at::kCUDA>); }
 
 }  // namespace matmuls

@@ -178,8 +178,8 @@ Candidate Candidates::unaligned_cluster(RowForm form) const {
   return cluster(form, t, true);
 }
 
-// ------------------------------------------------------------------- even_rows, nearly_even, even_passes: one per
-// block
+// ------------------------------------------------------------------------------------------------ even_rows,
+// nearly_even
 
 Candidate Candidates::even(RowForm form, int vectors, int threads, bool exact, const char* why) const {
   RowChoice c = made(RowKernel::even_rows, form, why);
@@ -189,10 +189,10 @@ Candidate Candidates::even(RowForm form, int vectors, int threads, bool exact, c
   return offered(c);
 }
 
-Candidate Candidates::even_fours(RowForm form, int least, int most) const {
-  for (int threads = most; threads >= least; threads /= 2)
-    if (f.columns * f.element == int64_t{64} * threads)
-      return even(form, 4, threads, true, "exactly four vectors for every thread");
+Candidate Candidates::even_fours(RowForm form) const {
+  for (const EvenRows& k : traits_of(f, form).even)
+    if (k.vectors == 4 && k.exact && f.columns * f.element == int64_t{64} * k.threads)
+      return even(form, k.vectors, k.threads, true, "exactly four vectors for every thread");
   return {};
 }
 
@@ -200,56 +200,47 @@ Candidate Candidates::even_fours(RowForm form, int least, int most) const {
 // 16-bit layer norm with a residual, of 136 and 384 columns, reaches 0.94 and 1.05 of a copy, otherwise 0.64 and 0.89.
 Candidate Candidates::even_threes() const {
   const int64_t vectors = f.columns * f.element / 16;
-  for (const int threads : {4, 8, 16, 32})
-    if (vectors > 2 * threads && vectors <= 3 * threads)
-      return even(RowForm::only, 3, threads, false, "two to three vectors for every thread");
+  for (const EvenRows& k : kThrees)
+    if (vectors > 2 * k.threads && vectors <= 3 * k.threads)
+      return even(RowForm::only, k.vectors, k.threads, k.exact, "two to three vectors for every thread");
   return {};
 }
 
 // A block has two rows: blocks of one warp would start too slowly where rows do not see all of their columns.
-Candidate Candidates::even_warps(RowForm form, std::initializer_list<int> vectors) const {
+Candidate Candidates::even_warps(RowForm form) const {
   const int64_t held = up_to(f.columns * f.element, 16 * 32);
-  for (const int each : vectors)
-    if (held == each) return even(form, each, 32, false, "five to eight vectors for every lane of a warp");
+  for (const EvenRows& k : traits_of(f, form).even)
+    if (held == k.vectors && k.vectors > 4 && k.threads == 32)
+      return even(form, k.vectors, 32, k.exact, "five to eight vectors for every lane of a warp");
   return {};
 }
 
 Candidate Candidates::unaligned_warps(RowForm form) const {
-  constexpr struct {
-    int threads, vectors;
-  } kCompiled[] = {{16, 1}, {16, 2}, {16, 3}, {16, 4}, {32, 3}, {32, 4}, {32, 5}};
   const int elements = 16 / f.element;
   // Whole vectors of a row, depending on its alignment.
   const int64_t least = (f.columns - elements + 1) / elements, most = f.columns / elements;
   if (f.rows > INT32_MAX) return {};
-  for (const auto& [threads, vectors] : kCompiled) {
+  for (const auto& [vectors, threads, exact] : kUnalignedEven) {
     if (most > vectors * threads || least < (vectors - 1) * threads) continue;
     Candidate c =
-        even(form, vectors, threads, false, "whole vectors for a warp or half a warp, edge elements one by one");
+        even(form, vectors, threads, exact, "whole vectors for a warp or half a warp, edge elements one by one");
     if (c) c->unaligned = true, c->rows_per_block = even_rows_per_block(threads, true);
     return c;
   }
   return {};
 }
 
-Candidate Candidates::nearly_even(RowForm form, bool unaligned, std::initializer_list<int> vectors) const {
+Candidate Candidates::nearly_even(RowForm form, bool unaligned) const {
   const int64_t all = f.columns / (16 / f.element);  // some unaligned rows have one fewer
   int64_t fewest = INT64_MAX;
   RowChoice c = made(RowKernel::nearly_even, form, "few threads with many vectors each, of which some lack one");
-  for (const int held : vectors) {
+  for (const int held : traits_of(f, form).nearly_even) {
     const int64_t threads = warps_of(up_to(all, held));
     if (threads > 256 || (held - 1) * threads > all - unaligned || held * threads >= fewest) continue;
     fewest = held * threads, c.vectors = held, c.threads = static_cast<int>(threads);
   }
   if (c.vectors == 0 || f.rows > INT32_MAX) return {};
   c.unaligned = unaligned;
-  return offered(c);
-}
-
-Candidate Candidates::even_passes(int parts, int each, int kept, int threads, int blocks_per_sm) const {
-  RowChoice c = made(RowKernel::even_passes, RowForm::only, "32 or 64 KiB: blocks that hold part of their row overlap");
-  c.parts = parts, c.vectors = each, c.kept_parts = kept, c.threads = threads, c.blocks_per_sm = blocks_per_sm;
-  c.exact = true;
   return offered(c);
 }
 
@@ -360,7 +351,7 @@ Candidate Candidates::persistent_unaligned() const {
 // A warp per row, whose lanes hold N elements at most.
 Candidate Candidates::direct(RowForm form) const {
   if (up_to(f.rows, kTileWarps) > INT32_MAX) return {};
-  for (const int held : {7, 10, 13, 16, 19, 22, 25, 28, 32}) {
+  for (const int held : kDirect) {
     if (f.columns > 32 * held) continue;
     RowChoice c = made(RowKernel::direct, form, "each float32 element is as wide as a lane's share of a transaction");
     c.scope = Scope::warp, c.elements = 1, c.unaligned = true, c.vectors = held, c.threads = 32;
@@ -398,27 +389,14 @@ Candidate Candidates::tile(RowForm form, const RowTraits& t, int tensors, int la
   return offered(c);
 }
 
-Candidate Candidates::staged(RowForm form, int limit, int tensors) const {
+Candidate Candidates::staged(RowForm form, int tensors, int limit) const {
   const RowTraits t = traits_of(f, form);
-  const bool sums = t.column_sums, wide = t.element == 4;
-  const int most = staged_columns(t, limit);
+  const int most = staged_columns(t, std::min(limit, t.staged));
   if (f.columns > most || !f.adjacent) return {};
-  if (wide && !sums && most > 160 && f.columns > 160) return direct(form);
-  constexpr struct {
-    int lanes, held;
-  } kCompiled[] = {{2, 4},   {2, 8},  {4, 8},   {8, 7},   {8, 10},  {8, 13},  {16, 8},  {16, 10},
-                   {16, 13}, {32, 8}, {32, 10}, {32, 13}, {32, 16}, {32, 19}, {32, 25}, {32, 33}};
-  for (const auto& [lanes, held] : kCompiled) {
-    const int columns = lanes * held;  // which of them are compiled depends on the most columns
-    const bool compiled = columns <= 80 || (columns <= 160 && most > 80) ||
-                          (columns <= 416 && most > 160 && (sums || !wide)) ||
-                          (columns > 416 && !wide &&
-                           (columns <= 608   ? most > 416
-                            : columns <= 800 ? most > 608
-                                             : most > 800));
-    if (!compiled) continue;
-    if (const Candidate c = tile(form, t, tensors, lanes, held)) return c;
-  }
+  if (has_direct(t) && f.columns > 160) return direct(form);
+  for (const StagedRow& row : kStaged)
+    if (has_staged(t, most, row))
+      if (const Candidate c = tile(form, t, tensors, row.lanes, row.held)) return c;
   return {};
 }
 

@@ -2,7 +2,7 @@
 // of rows/choose.cpp are made of these candidates. A candidate that does not take the rows is empty.
 #pragma once
 
-#include <initializer_list>
+#include <climits>
 #include <optional>
 
 #include "rows/choose.h"
@@ -20,24 +20,22 @@ class Candidates {
 
   // even_rows with this number of vectors for each of `threads` threads.
   Candidate even(RowForm form, int vectors, int threads, bool exact, const char* why) const;
-  // even_rows, exactly four vectors for each of `most` threads, or of most / 2, and so on down to `least`.
-  Candidate even_fours(RowForm form, int least, int most) const;
+  // even_rows, exactly four vectors for every thread.
+  Candidate even_fours(RowForm form) const;
   // even_rows, two to three vectors for each of 4, 8, 16 or 32 threads.
   Candidate even_threes() const;
-  // even_rows, a warp per row with one of these numbers of vectors per lane.
-  Candidate even_warps(RowForm form, std::initializer_list<int> vectors) const;
+  // even_rows, a warp per row with five to eight vectors per lane.
+  Candidate even_warps(RowForm form) const;
   // even_rows for unaligned rows: up to five whole vectors per lane of a warp, or four per lane of half a warp.
   Candidate unaligned_warps(RowForm form) const;
   // nearly_even, with the number of vectors per thread that leaves the fewest idle slots.
-  Candidate nearly_even(RowForm form, bool unaligned, std::initializer_list<int> vectors) const;
-  // even_passes: `parts` parts of `each` vectors per thread, the first `kept` of them in registers.
-  Candidate even_passes(int parts, int each, int kept, int threads, int blocks_per_sm) const;
+  Candidate nearly_even(RowForm form, bool unaligned) const;
   // two_pass: at least 16 KiB of a row per block, sm_90.
   Candidate two_pass(RowForm form) const;
   // cluster for unaligned rows of more than 2048 vectors.
   Candidate unaligned_cluster(RowForm form) const;
   // staged or direct: rows of at most `limit` columns that follow each other. tensors: of a tile, inputs first.
-  Candidate staged(RowForm form, int limit, int tensors) const;
+  Candidate staged(RowForm form, int tensors, int limit = INT_MAX) const;
   Candidate persistent_unaligned() const;
   Candidate norm_backward_stream() const;
 

@@ -3,7 +3,6 @@
 #include <c10/util/Exception.h>
 
 #include <array>
-#include <climits>
 #include <cmath>
 
 #include <algorithm>
@@ -19,19 +18,9 @@ namespace {
 // cluster, at most 24 bytes each.
 constexpr int64_t kStaticShared = 3 << 10;
 
-constexpr std::array<std::string_view, kRowKernels> kNames = {"one_pass",
-                                                              "even_rows",
-                                                              "nearly_even",
-                                                              "even_passes",
-                                                              "two_pass",
-                                                              "persistent",
-                                                              "persistent_unaligned",
-                                                              "cluster",
-                                                              "staged",
-                                                              "direct",
-                                                              "reread",
-                                                              "norm_backward_stream",
-                                                              "column_sums"};
+constexpr std::array<std::string_view, kRowKernels> kNames = {
+    "one_pass", "even_rows", "nearly_even", "two_pass", "persistent",           "persistent_unaligned",
+    "cluster",  "staged",    "direct",      "reread",   "norm_backward_stream", "column_sums"};
 
 // 16-bit rows that give each thread of one_pass exactly four vectors: 1 to 2 % faster there.
 bool shared_by_fours(int64_t columns) { return columns == 2048 || columns == 4096; }
@@ -47,9 +36,9 @@ RowChoice choose_softmax(const RowFacts& f, const Candidates& of) {
     const bool fives = f.element == 4 && f.columns > 512 && f.columns <= 672;
     const bool few_threads = fives || bytes > (f.element == 2 ? 2 : 16) * 1024;
     if (!f.whole)
-      if (const Candidate c = of.staged(kHeld, INT_MAX, 1)) return *c;
+      if (const Candidate c = of.staged(kHeld, 1)) return *c;
     if (few_threads && !shared_by_fours(f.columns)) {
-      if (const Candidate c = of.nearly_even(kTwice, !f.whole, {5, 6, 7, 8})) return *c;
+      if (const Candidate c = of.nearly_even(kTwice, !f.whole)) return *c;
       if (bytes > 32768)
         if (const Candidate c = of.two_pass(kTwice)) return *c;
     }
@@ -92,19 +81,14 @@ RowChoice choose_aligned_masked(const RowFacts& f, const Candidates& of, RowForm
       if (const Candidate c = of.even(form, ends ? 4 : 2, ends ? 4 : 8, true, "128 columns")) return *c;
     if (ends) {
       // 512 and 1024 causal columns: 0.90 and 0.93 of a copy; 0.87 and 0.92 by one_pass.
-      if (const Candidate c = of.even_fours(form, 16, 32)) return *c;
+      if (const Candidate c = of.even_fours(form)) return *c;
       // 1032 and 1280 causal columns: 0.93 and 0.94 of a copy; 0.56 and 0.69 by one_pass.
       if (!shared_by_fours(f.columns))
-        if (const Candidate c = of.even_warps(form, {5, 6, 7, 8})) return *c;
+        if (const Candidate c = of.even_warps(form)) return *c;
     }
   }
-  if (f.columns > 1024 && !shared_by_fours(f.columns)) {
-    // Vectors of 16-bit elements take twice the registers.
-    const Candidate c = half2            ? of.nearly_even(form, false, {5, 6, 7, 8})
-                        : f.element == 4 ? of.nearly_even(form, false, {3, 4, 5, 8})
-                                         : of.nearly_even(form, false, {3, 4, 5, 6});
-    if (c) return *c;
-  }
+  if (f.columns > 1024 && !shared_by_fours(f.columns))
+    if (const Candidate c = of.nearly_even(form, false)) return *c;
   return of.general(form);
 }
 
@@ -112,8 +96,7 @@ RowChoice choose_aligned_masked(const RowFacts& f, const Candidates& of, RowForm
 Candidate choose_unaligned_masked(const RowFacts& f, const Candidates& of, RowForm form) {
   if (f.element == 2)
     if (const Candidate c = of.unaligned_warps(form)) return c;
-  if (form == RowForm::half2) return of.nearly_even(form, true, {5, 6, 7, 8});
-  return f.element == 4 ? of.nearly_even(form, true, {3, 4, 5, 8}) : of.nearly_even(form, true, {3, 4, 5, 6});
+  return of.nearly_even(form, true);
 }
 
 RowChoice choose_masked(const RowFacts& f, const Candidates& of) {
@@ -127,7 +110,7 @@ RowChoice choose_masked(const RowFacts& f, const Candidates& of) {
     const bool narrow = f.element == 2;
     if (f.vectors && (narrow || !f.whole)) {
       if (!f.whole && (!narrow || f.columns <= staged_masked_columns(f)))
-        if (const Candidate c = of.staged(kAny, narrow || !f.causal ? kStagedMaskedColumns : 608, 1)) return *c;
+        if (const Candidate c = of.staged(kAny, 1, narrow || !f.causal ? kStagedMaskedColumns : 608)) return *c;
       if (f.columns > 127 && !f.mask_steps && form != kAny)
         if (const Candidate c = choose_unaligned_masked(f, of, form)) return *c;
     }
@@ -155,7 +138,7 @@ RowChoice choose_softmax_backward(const RowFacts& f, const Candidates& of) {
     if (even && f.causal && f.columns == 128)
       if (const Candidate c = of.even(form, 2, 8, true, "128 causal columns")) return *c;
     if (even && !f.causal)
-      if (const Candidate c = of.even_fours(form, 256, 512)) return *c;
+      if (const Candidate c = of.even_fours(form)) return *c;
   } else if (f.element <= 4 && f.vectors) {
     if (!f.causal)
       if (const Candidate c = of.two_pass(form)) return *c;
@@ -163,7 +146,7 @@ RowChoice choose_softmax_backward(const RowFacts& f, const Candidates& of) {
       // Columns that causal rows do not see are not read: 577 columns at 0.84 of a copy, 0.63 otherwise.
       if (f.element == 2 && f.causal && f.columns >= 128)
         if (const Candidate c = of.unaligned_warps(form)) return *c;
-      if (const Candidate c = of.staged(form, INT_MAX, 2)) return *c;
+      if (const Candidate c = of.staged(form, 2)) return *c;
       if (const Candidate c = of.unaligned_cluster(form)) return *c;
     }
   }
@@ -176,8 +159,7 @@ Candidate choose_even_norm(const RowFacts& f, const Candidates& of, bool rms) {
   constexpr auto kWhy = "the row divides evenly among the threads";
   if (f.residual) return f.element == 2 ? of.even_threes() : Candidate();
   if (f.element == 4) {
-    if (f.columns == 8192) return rms ? of.even(kOnly, 4, 512, true, kWhy) : of.even_passes(2, 2, 1, 512, 3);
-    if (f.columns == 16384) return rms ? of.even_passes(2, 2, 1, 1024, 2) : of.even_passes(2, 4, 1, 512, 2);
+    if (f.columns == 8192 && rms) return of.even(kOnly, 4, 512, true, kWhy);
     return {};
   }
   if (rms) return {};
@@ -188,17 +170,16 @@ Candidate choose_even_norm(const RowFacts& f, const Candidates& of, bool rms) {
   if (vectors > 48 && vectors < 64) return of.even(kOnly, 4, 16, false, "three to four vectors for every thread");
   if (vectors > 96 && vectors < 128) return of.even(kOnly, 4, 32, false, "three to four vectors for every thread");
   if (vectors == 1024) return of.even(kOnly, 8, 128, true, kWhy);
-  if (vectors == 2048) return of.even_passes(4, 1, 2, 512, 3);
-  return of.even_fours(kOnly, 4, 128);
+  return of.even_fours(kOnly);
 }
 
 // With a residual a thread holds twice as many vectors for each column, so half as many columns need the same threads.
 Candidate choose_nearly_even_norm(const RowFacts& f, const Candidates& of) {
   constexpr auto kOnly = RowForm::only;
   if (f.element == 4)  // five vectors for each lane of a warp
-    return !f.residual && f.columns > 512 && f.columns <= 640 ? of.nearly_even(kOnly, false, {5}) : Candidate();
-  if (f.residual) return f.columns > 768 ? of.nearly_even(kOnly, false, {3, 4}) : Candidate();
-  return f.columns > 1024 ? of.nearly_even(kOnly, false, {5, 6, 7, 8}) : Candidate();
+    return !f.residual && f.columns > 512 && f.columns <= 640 ? of.nearly_even(kOnly, false) : Candidate();
+  if (f.residual) return f.columns > 768 ? of.nearly_even(kOnly, false) : Candidate();
+  return f.columns > 1024 ? of.nearly_even(kOnly, false) : Candidate();
 }
 
 RowChoice choose_norm(const RowFacts& f, const Candidates& of) {
@@ -208,7 +189,7 @@ RowChoice choose_norm(const RowFacts& f, const Candidates& of) {
       if (const Candidate c = choose_even_norm(f, of, rms)) return *c;
     if (const Candidate c = choose_nearly_even_norm(f, of)) return *c;
   } else if (f.element <= 4 && f.vectors) {
-    if (const Candidate c = of.staged(RowForm::only, INT_MAX, f.residual || f.keeps ? 2 : 1)) return *c;
+    if (const Candidate c = of.staged(RowForm::only, f.residual || f.keeps ? 2 : 1)) return *c;
     if (const Candidate c = of.persistent_unaligned()) return *c;
   }
   return of.general();
@@ -219,7 +200,7 @@ RowChoice choose_norm_backward(const RowFacts& f, const Candidates& of) {
     return {.kernel = RowKernel::column_sums, .why = "only the sums over the rows are wanted", .threads = 256};
   if (const Candidate c = of.norm_backward_stream()) return *c;
   if (f.element <= 4 && f.vectors && !f.whole) {
-    if (const Candidate c = of.staged(RowForm::only, INT_MAX, 2)) return *c;
+    if (const Candidate c = of.staged(RowForm::only, 2)) return *c;
     if (const Candidate c = of.persistent_unaligned()) return *c;
   }
   return of.general();
@@ -254,11 +235,38 @@ RowTraits traits_of(const RowFacts& f, RowForm form) {
   switch (f.operation) {
     case RowOperation::softmax: return softmax_traits(f.element, false, false, form == RowForm::in_registers);
     case RowOperation::scaled_masked_softmax:
-      return form == RowForm::half2 ? softmax_half2_traits()
+      return form == RowForm::half2 ? softmax_half2_traits(f.causal || f.mask == MaskKind::none)
                                     : softmax_traits(f.element, true, form == RowForm::any_mask, true);
     case RowOperation::softmax_backward: return softmax_backward_traits(f.element, form == RowForm::few_vectors);
     case RowOperation::norm_backward: return norm_backward_traits(f.element);
     default: return norm_traits(f.element, f.operation == RowOperation::rms_norm, f.residual);
+  }
+}
+
+bool is_compiled(const RowFacts& f, const RowChoice& c) {
+  const RowTraits t = traits_of(f, c.form);
+  const auto has = [&](const auto& list) { return std::ranges::any_of(list, [&](const auto& k) { return is(k, c); }); };
+  const bool general = !t.whole_rows || (!c.unaligned && c.elements > 1);
+  switch (c.kernel) {
+    case RowKernel::one_pass:
+    case RowKernel::persistent:
+      return general && has(kGeneralVectors) && t.has_vectors(c.scope, c.elements, c.unaligned, c.vectors) &&
+             (c.kernel == RowKernel::one_pass ? t.has_one_pass(c.scope, c.unaligned)
+                                              : t.has_persistent(c.scope, c.unaligned));
+    case RowKernel::reread: return general;
+    case RowKernel::even_rows: return c.unaligned ? t.unaligned_warps && has(kUnalignedEven) : has(t.even);
+    case RowKernel::nearly_even: return !(c.unaligned && t.constants > 0) && has(t.nearly_even);
+    case RowKernel::two_pass: return t.two_pass && has(two_pass_kernels(t));
+    case RowKernel::cluster:
+      return (c.unaligned ? t.unaligned_cluster : t.clusters(c.elements)) && has(cluster_vectors(t));
+    case RowKernel::persistent_unaligned:
+      return t.persistent_unaligned() && has(persistent_unaligned_vectors(t, c.scope));
+    case RowKernel::staged:
+      return t.staged > 0 && std::ranges::any_of(kStaged, [&](const StagedRow& k) {
+               return is(k, c) && has_staged(t, staged_columns(t, t.staged), k);
+             });
+    case RowKernel::direct: return has_direct(t) && has(kDirect);
+    default: return true;  // one instance each
   }
 }
 

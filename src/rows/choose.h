@@ -6,7 +6,7 @@
 #include <string_view>
 
 #include "glue/masks.h"
-#include "rows/traits.h"
+#include "rows/kernel_sizes.h"
 
 namespace matmuls {
 
@@ -17,7 +17,6 @@ enum class RowKernel {
   one_pass,              // a row per block, warp or part of a warp, in registers
   even_rows,             // one_pass whose vectors per thread are a compile-time constant
   nearly_even,           // the same for a block whose threads lack at most one vector
-  even_passes,           // parts of a row are read twice; exact numbers of vectors
   two_pass,              // a row in registers and shared memory of small blocks; the rest is read twice
   persistent,            // resident blocks loop over the rows, with the next ones in flight
   persistent_unaligned,  // the same for unaligned rows and constants, with the next row in registers
@@ -83,15 +82,24 @@ struct RowChoice {
   int64_t shared = 0;                         // dynamic shared memory of a block in bytes
   bool exact = false;                         // even_rows: every thread has all its vectors
   int stages = 0;                             // persistent: rows in shared memory
-  int parts = 0;                              // even_passes: parts of a row
-  int kept_parts = 0;                         // even_passes, two_pass: parts in registers
+  int kept_parts = 0;                         // two_pass: parts in registers
   int waiting_parts = 0;                      // two_pass: parts in shared memory, besides the remainder
-  int blocks_per_sm = 0;                      // even_passes, two_pass
+  int blocks_per_sm = 0;                      // two_pass
   int lanes = 0;                              // staged: of a warp, per row
   int tile_rows = 0, tiles_per_warp = 0;      // staged; 0 tiles: as many as resident blocks need
   int tile_tensor_bytes = 0, tile_bytes = 0;  // staged: one tensor of a tile, all of them
   int teams = 0;                              // norm_backward_stream: of blocks that share a row
 };
+
+// True if an instance of its kernel is that of the choice.
+inline bool is(int vectors, const RowChoice& c) { return vectors == c.vectors; }
+inline bool is(const EvenRows& k, const RowChoice& c) {
+  return k.vectors == c.vectors && k.threads == c.threads && k.exact == c.exact;
+}
+inline bool is(const TwoPass& k, const RowChoice& c) {
+  return k.kept_parts == c.kept_parts && k.blocks_per_sm == c.blocks_per_sm && k.scope == c.scope;
+}
+inline bool is(const StagedRow& k, const RowChoice& c) { return k.lanes == c.lanes && k.held == c.vectors; }
 
 // True if the GPU has room for a block, or a cluster, of the choice.
 using HasRoom = bool (*)(const RowFacts&, const RowChoice&);
@@ -116,6 +124,8 @@ RowGrid grid_of(const RowFacts& facts, const RowChoice& choice, int64_t resident
 
 // What the operation's code is compiled for, in this form.
 RowTraits traits_of(const RowFacts& facts, RowForm form);
+// True if the kernel of a choice is compiled, by the lists that launches expand (rows/launch_rows.cuh).
+bool is_compiled(const RowFacts& facts, const RowChoice& choice);
 
 std::string_view name_of(RowKernel kernel);
 std::string_view name_of(RowForm form);

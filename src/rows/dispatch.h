@@ -1,7 +1,10 @@
-// Maps numbers of a RowChoice to template arguments.
+// Maps numbers of a RowChoice to template arguments, by the lists of rows/traits.h and rows/kernel_sizes.h.
 #pragma once
 
 #include <c10/util/Exception.h>
+
+#include <iterator>
+#include <utility>
 
 #include "rows/choose.h"
 
@@ -12,10 +15,13 @@ namespace matmuls {
               c.threads, " threads (", name_of(c.form), "); this is a bug");
 }
 
-// Calls body.operator()<n>() with the one of `ns` that equals n.
-template <int... ns, class Body>
-void with_number(const RowChoice& c, int n, const Body& body) {
-  if (!((n == ns && (body.template operator()<ns>(), true)) || ...)) not_compiled(c);
+// Calls body.operator()<k>() for the k of a list that is the instance of the choice.
+template <const auto& list, class Body>
+void with_instance(const RowChoice& c, const Body& body) {
+  const bool found = [&]<size_t... i>(std::index_sequence<i...>) {
+    return ((is(list[i], c) && (body.template operator()<list[i]>(), true)) || ...);
+  }(std::make_index_sequence<std::size(list)>());
+  if (!found) not_compiled(c);
 }
 
 }  // namespace matmuls

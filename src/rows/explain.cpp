@@ -87,7 +87,6 @@ py::dict dict_of(const RowChoice& c) {
   put("exact", c.exact, c.exact);
   put("shared", c.shared, c.shared > 0);
   put("stages", c.stages, c.stages > 0);
-  put("parts", c.parts, c.parts > 0);
   put("kept_parts", c.kept_parts, c.kept_parts > 0);
   put("waiting_parts", c.waiting_parts, c.kernel == RowKernel::two_pass);
   put("blocks_per_sm", c.blocks_per_sm, c.blocks_per_sm > 0);
@@ -135,7 +134,10 @@ py::tuple choose_row_kernel(const std::string& operation, int element, int64_t r
                    .plain_constants = plain_constants,
                    .wants_dx = wants_dx,
                    .device = device_of(gpu)};
-  return tuple_of({f, choose(f), nullptr});
+  const RowChoice c = choose(f);
+  TORCH_CHECK(is_compiled(f, c), "choose_row_kernel: expected a kernel that is compiled, got ", name_of(c.kernel),
+              " with ", c.vectors, " vectors of each of ", c.threads, " threads");
+  return tuple_of({f, c, nullptr});
 }
 
 std::vector<std::string> row_kernel_names() {

@@ -17,59 +17,78 @@
 #include "rows/device/shapes.h"
 #include "rows/facts.h"
 #include "rows/kernels/cluster.cuh"
+#include "rows/kernels/even_rows.cuh"
+#include "rows/kernels/nearly_even.cuh"
 #include "rows/kernels/one_pass.cuh"
 #include "rows/kernels/persistent.cuh"
+#include "rows/kernels/persistent_unaligned.cuh"
 #include "rows/kernels/reread.cuh"
+#include "rows/kernels/staged.cuh"
+#include "rows/kernels/two_pass.cuh"
 
 namespace matmuls {
 
-// Hands one of the general kernels, for accesses of V elements, to `use`.
+// Hands one_pass, persistent, cluster or reread, for accesses of V elements, to `use`.
 template <class Op, int V, bool unaligned, class Use>
-void with_general_of(const RowChoice& c, const Use& use) {
-  constexpr int kMost = Op::kTraits.most_vectors(V);
-  const auto scoped = [&]<int NV, Scope scope>() {
-    if constexpr (Op::kTraits.has_one_pass(scope, unaligned))
-      if (c.kernel == RowKernel::one_pass)
-        return use.template operator()<RowKernel::one_pass, one_pass_kernel<Op, V, NV, scope, unaligned>>();
-    if constexpr (Op::kTraits.has_persistent(scope, unaligned))
-      if (c.kernel == RowKernel::persistent)
-        return use.template operator()<RowKernel::persistent, persistent_kernel<Op, V, NV, scope, unaligned>>();
-    if (c.kernel != RowKernel::reread) not_compiled(c);
-    use.template operator()<RowKernel::reread, reread_kernel<Op, V, kMost, unaligned>>();
+void with_general(const RowChoice& c, const Use& use) {
+  static constexpr RowTraits t = Op::kTraits;
+  if (c.kernel == RowKernel::reread)
+    return use.template operator()<RowKernel::reread, reread_kernel<Op, V, t.most_vectors(V), unaligned>>();
+  const auto with = [&]<Scope scope, int NV>() {
+    if constexpr (t.has_vectors(scope, V, unaligned, NV)) {
+      if constexpr (t.has_one_pass(scope, unaligned))
+        if (c.kernel == RowKernel::one_pass)
+          return use.template operator()<RowKernel::one_pass, one_pass_kernel<Op, V, NV, scope, unaligned>>();
+      if constexpr (t.has_persistent(scope, unaligned))
+        if (c.kernel == RowKernel::persistent)
+          return use.template operator()<RowKernel::persistent, persistent_kernel<Op, V, NV, scope, unaligned>>();
+    }
+    not_compiled(c);
   };
-  if constexpr (!unaligned && Op::kTraits.clusters(V))
-    if (c.kernel == RowKernel::cluster) return with_cluster<Op, false>(c, use);
-  if constexpr (Op::kTraits.threes(V, unaligned))
-    if (c.scope == Scope::block && c.vectors == 3) return scoped.template operator()<3, Scope::block>();
-  if (c.scope == Scope::block) return scoped.template operator()<kMost, Scope::block>();
-  if constexpr (V > 1) {
-    if (c.scope == Scope::cluster) {
-      if constexpr (!Op::kTraits.long_clusters())
-        if (c.vectors == kMost) return scoped.template operator()<kMost, Scope::cluster>();
-      return scoped.template operator()<Op::kTraits.long_vectors, Scope::cluster>();
+  with_instance<kGeneralVectors>(c, [&]<int NV>() {
+    switch (c.scope) {
+      case Scope::warp: return with.template operator()<Scope::warp, NV>();
+      case Scope::block: return with.template operator()<Scope::block, NV>();
+      case Scope::cluster: return with.template operator()<Scope::cluster, NV>();
     }
-    if constexpr (!unaligned) {
-      const auto warps = [&]<int NV>() { scoped.template operator()<std::min(NV, kMost), Scope::warp>(); };
-      switch (c.vectors) {
-        case 1: return warps.template operator()<1>();
-        case 2: return warps.template operator()<2>();
-        case 3: return warps.template operator()<3>();
-      }
-    }
-  }
-  scoped.template operator()<kMost, Scope::warp>();  // unaligned: one kernel for all short rows
+  });
 }
 
-// Hands one_pass, persistent, cluster or reread to `use`.
-template <class Op, class Use>
-void with_general(const RowChoice& c, const Use& use) {
-  constexpr int V = Op::kTraits.elements_of_vector();
-  if constexpr (Op::kTraits.whole_rows) {
-    with_general_of<Op, V, false>(c, use);
-  } else {
-    if (c.elements == 1) return with_general_of<Op, 1, false>(c, use);
-    c.unaligned ? with_general_of<Op, V, true>(c, use) : with_general_of<Op, V, false>(c, use);
+template <class Op, bool unaligned, class Use>
+void with_kernel_of(const RowChoice& c, const Use& use) {
+  static constexpr RowTraits t = Op::kTraits;
+  constexpr int V = t.elements_of_vector();
+  if constexpr (unaligned ? t.unaligned_warps : !t.even.empty())
+    if (c.kernel == RowKernel::even_rows) return with_even_rows<Op, unaligned>(c, use);
+  if constexpr (!t.nearly_even.empty() && !(unaligned && t.constants > 0))
+    if (c.kernel == RowKernel::nearly_even) return with_nearly_even<Op, unaligned>(c, use);
+  if constexpr (unaligned ? t.unaligned_cluster : t.clusters(V))
+    if (c.kernel == RowKernel::cluster) return with_cluster<Op, unaligned>(c, use);
+  if constexpr (unaligned) {
+    if constexpr (t.two_pass)
+      if (c.kernel == RowKernel::two_pass) return with_two_pass<Op>(c, use);
+    if constexpr (t.staged > 0)
+      if (c.kernel == RowKernel::staged) return with_staged<Op>(c, use);
+    if constexpr (has_direct(t))
+      if (c.kernel == RowKernel::direct) return with_direct<Op>(c, use);
+    if constexpr (t.persistent_unaligned())
+      if (c.kernel == RowKernel::persistent_unaligned) return with_persistent_unaligned<Op>(c, use);
   }
+  if constexpr (!t.whole_rows) {
+    if constexpr (!unaligned)
+      if (c.elements == 1) return with_general<Op, 1, false>(c, use);
+    with_general<Op, V, unaligned>(c, use);
+  } else if constexpr (!unaligned) {
+    with_general<Op, V, false>(c, use);
+  } else {
+    not_compiled(c);
+  }
+}
+
+// Hands the kernel of a choice to `use`: one of those that Op's traits say are compiled.
+template <class Op, class Use>
+void with_kernel(const RowChoice& c, const Use& use) {
+  c.unaligned ? with_kernel_of<Op, true>(c, use) : with_kernel_of<Op, false>(c, use);
 }
 
 // One block, or cluster, of a choice: its grid is for the caller to set.
@@ -89,6 +108,14 @@ struct AskRoom {
     if constexpr (needs_room(kind)) room = resident<kernel>(RowLaunch(c).config, c.blocks_per_row) > 0;
   }
 };
+
+// True if the GPU has room for a choice. Kernels::with(facts, choice, use) hands the kernel to `use`.
+template <class Kernels>
+bool has_room(const RowFacts& f, const RowChoice& c) {
+  bool room = false;
+  Kernels::with(f, c, AskRoom{c, room});
+  return room;
+}
 
 // A `use` that launches. make.operator()<Op>() returns the operation; prepare(op, teams) is called before the launch of
 // a persistent or staged kernel: an operation with column sums needs it.
@@ -141,6 +168,13 @@ struct LaunchRows {
     }
   }
 };
-constexpr auto kNothingToPrepare = [](auto&&...) {};
+
+// Chooses a kernel among those of an operation, and launches it.
+template <class Kernels, class Make>
+void launch_rows(const RowFacts& f, const Make& make) {
+  const RowChoice c = choose(f, has_room<Kernels>);
+  const auto nothing = [](auto&&...) {};
+  Kernels::with(f, c, LaunchRows{f, c, make, nothing});
+}
 
 }  // namespace matmuls

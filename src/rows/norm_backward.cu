@@ -50,8 +50,6 @@ RowFacts facts_of_call(const NormBackwardCall& c, const Rows<3>& rows) {
 #include "glue/handles.h"
 #include "rows/kernels/column_sums.cuh"
 #include "rows/kernels/norm_backward_stream.h"
-#include "rows/kernels/persistent_unaligned.cuh"
-#include "rows/kernels/staged.cuh"
 #include "rows/launch_rows.cuh"
 
 namespace matmuls {
@@ -205,23 +203,13 @@ struct NormBackward {
   }
 };
 
-// Hands the kernel of a choice to `use`.
-template <class T, class Use>
-void with_kernel(const RowFacts&, const RowChoice& c, const Use& use) {
-  using Op = NormBackward<T>;
-  if constexpr (sizeof(T) <= 4) {
-    if (c.kernel == RowKernel::staged) return with_staged<Op>(c, use);
-    if (c.kernel == RowKernel::persistent_unaligned) return with_persistent_unaligned<Op>(c, use);
-  }
-  with_general<Op>(c, use);
-}
-
 template <class T>
-bool has_room(const RowFacts& f, const RowChoice& c) {
-  bool room = false;
-  with_kernel<T>(f, c, AskRoom{c, room});
-  return room;
-}
+struct Kernels {
+  template <class Use>
+  static void with(const RowFacts&, const RowChoice& c, const Use& use) {
+    with_kernel<NormBackward<T>>(c, use);
+  }
+};
 
 // The sums over the rows, and how many partial ones there are.
 struct Partial {
@@ -255,7 +243,7 @@ Partial launch_stream(const NormBackward<T>& op, const Rows<3>& rows, const RowC
 template <class T>
 Partial launch_dx(const NormBackwardCall& c, const Rows<3>& rows, const RowFacts& facts, const NormBackward<T>& op) {
   const bool wants_sums = c.dweight.defined();
-  const RowChoice choice = choose(facts, has_room<T>);
+  const RowChoice choice = choose(facts, has_room<Kernels<T>>);
   if constexpr (sizeof(T) <= 4) {
     if (choice.kernel == RowKernel::norm_backward_stream) return launch_stream(op, rows, choice, wants_sums);
   }
@@ -269,7 +257,7 @@ Partial launch_dx(const NormBackwardCall& c, const Rows<3>& rows, const RowFacts
     o.partial = partial.sums.template mutable_data_ptr<arithmetic_t<T>>();
   };
   const auto make = [&]<class>() { return op; };
-  with_kernel<T>(facts, choice, LaunchRows{facts, choice, make, prepare});
+  Kernels<T>::with(facts, choice, LaunchRows{facts, choice, make, prepare});
   return partial;
 }
 
@@ -451,12 +439,8 @@ TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
       "need_columns=True) -> (Tensor dx, Tensor dweight, Tensor dbias)",
       {at::Tag::pt2_compliant_tag});
 }
-TORCH_LIBRARY_IMPL(custom_mm, CPU, m) { m.impl("norm_backward", norm_backward<run_cpu>); }
-#ifdef MATMULS_CUDA
-TORCH_LIBRARY_IMPL(custom_mm, CUDA, m) { m.impl("norm_backward", norm_backward<run_cuda>); }
-#endif
-TORCH_LIBRARY_IMPL(custom_mm, Meta, m) { m.impl("norm_backward", norm_backward_meta); }
-TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) { m.impl("norm_backward", norm_backward_autograd); }
+MATMULS_KERNELS("norm_backward", norm_backward<run_cpu>, norm_backward<run_cuda>, norm_backward_meta,
+                norm_backward_autograd)
 
 }  // namespace matmuls
 #endif

@@ -271,25 +271,9 @@ TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
       tags);
 }
 
-#define MATMULS_NORM_KERNELS(run)          \
-  m.impl("layer_norm_", layer_norm_<run>); \
-  m.impl("rms_norm_", rms_norm_<run>);     \
-  m.impl("norm_keep_", norm_keep_<run>);
-
-TORCH_LIBRARY_IMPL(custom_mm, CPU, m){MATMULS_NORM_KERNELS(run_cpu)}
-#ifdef MATMULS_CUDA
-TORCH_LIBRARY_IMPL(custom_mm, CUDA, m){MATMULS_NORM_KERNELS(run_cuda)}
-#endif
-TORCH_LIBRARY_IMPL(custom_mm, Meta, m) {
-  m.impl("layer_norm_", layer_norm_meta);
-  m.impl("rms_norm_", rms_norm_meta);
-  m.impl("norm_keep_", norm_keep_meta);
-}
-TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) {
-  m.impl("layer_norm_", layer_norm_autograd);
-  m.impl("rms_norm_", rms_norm_autograd);
-  m.impl("norm_keep_", norm_keep_autograd);
-}
+MATMULS_KERNELS("layer_norm_", layer_norm_<run_cpu>, layer_norm_<run_cuda>, layer_norm_meta, layer_norm_autograd)
+MATMULS_KERNELS("rms_norm_", rms_norm_<run_cpu>, rms_norm_<run_cuda>, rms_norm_meta, rms_norm_autograd)
+MATMULS_KERNELS("norm_keep_", norm_keep_<run_cpu>, norm_keep_<run_cuda>, norm_keep_meta, norm_keep_autograd)
 MATMULS_WRITES("layer_norm_", LayerNormOp, 0)
 MATMULS_WRITES("rms_norm_", RmsNormOp, 0)
 MATMULS_WRITES("norm_keep_", KeepOp, 0)

@@ -47,9 +47,6 @@ RowFacts facts_of_call(const SoftmaxBackwardCall& c, const Rows<4>& rows) {
 
 #ifdef __CUDACC__
 #include "glue/handles.h"
-#include "rows/kernels/even_rows.cuh"
-#include "rows/kernels/staged.cuh"
-#include "rows/kernels/two_pass.cuh"
 #include "rows/launch_rows.cuh"
 
 namespace matmuls {
@@ -196,41 +193,15 @@ SoftmaxBackward<T, few> operation(std::type_identity<SoftmaxBackward<T, few>>, c
           static_cast<arithmetic_t<T>>(c.scale)};
 }
 
-// Hands the kernel of a choice to `use`: one of those that are compiled for T.
-template <class T, bool few, class Use>
-void with_kernel(const RowChoice& c, const Use& use) {
-  using Op = SoftmaxBackward<T, few>;
-  if (c.kernel == RowKernel::even_rows && !c.unaligned) {
-    if constexpr (sizeof(T) == 4)
-      if (with_even_rows<Op, 4, 1024, true>(c, use)) return;
-    if constexpr (sizeof(T) == 2 && !few)
-      if (with_even_rows<Op, 2, 8, true>(c, use) || with_even_rows<Op, 4, 512, true>(c, use) ||
-          with_even_rows<Op, 4, 256, true>(c, use))
-        return;
-    not_compiled(c);
-  }
-  if constexpr (sizeof(T) == 2 && few)
-    if (c.kernel == RowKernel::even_rows) return with_unaligned_warps<Op>(c, use);
-  if constexpr (sizeof(T) == 4 || (sizeof(T) == 2 && few)) {
-    if (c.kernel == RowKernel::two_pass) return with_two_pass<Op>(c, use);
-    if (c.kernel == RowKernel::staged) return with_staged<Op>(c, use);
-    if (c.kernel == RowKernel::cluster) return with_cluster<Op, true>(c, use);
-  }
-  with_general<Op>(c, use);
-}
-template <class T, class Use>
-void with_kernel(const RowFacts&, const RowChoice& c, const Use& use) {
-  if constexpr (sizeof(T) == 2)
-    if (c.form == RowForm::few_vectors) return with_kernel<T, true>(c, use);
-  with_kernel<T, false>(c, use);
-}
-
 template <class T>
-bool has_room(const RowFacts& f, const RowChoice& c) {
-  bool room = false;
-  with_kernel<T>(f, c, AskRoom{c, room});
-  return room;
-}
+struct Kernels {
+  template <class Use>
+  static void with(const RowFacts&, const RowChoice& c, const Use& use) {
+    if constexpr (sizeof(T) == 2)
+      if (c.form == RowForm::few_vectors) return with_kernel<SoftmaxBackward<T, true>>(c, use);
+    with_kernel<SoftmaxBackward<T, false>>(c, use);
+  }
+};
 
 }  // namespace
 
@@ -241,9 +212,7 @@ void run_cuda(const SoftmaxBackwardCall& c) {
   RowFacts facts = facts_of_call(c, rows);
   facts.device = row_device();
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, c.y.scalar_type(), kSoftmaxBackward, [&] {
-    const RowChoice choice = choose(facts, has_room<scalar_t>);
-    const auto make = [&]<class Op>() { return operation(std::type_identity<Op>(), c, rows); };
-    with_kernel<scalar_t>(facts, choice, LaunchRows{facts, choice, make, kNothingToPrepare});
+    launch_rows<Kernels<scalar_t>>(facts, [&]<class Op>() { return operation(std::type_identity<Op>(), c, rows); });
   });
 }
 
@@ -408,28 +377,11 @@ TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
   m.def("softmax_backward_(Tensor(a!) y, Tensor grad, int dim=-1, float scale=1.0, bool causal=False) -> ()", tags);
 }
 
-TORCH_LIBRARY_IMPL(custom_mm, CPU, m) {
-  m.impl("softmax_backward", backward<run_cpu>);
-  m.impl("softmax_backward.out", backward_out<run_cpu>);
-  m.impl("softmax_backward_", backward_inplace<run_cpu>);
-}
-#ifdef MATMULS_CUDA
-TORCH_LIBRARY_IMPL(custom_mm, CUDA, m) {
-  m.impl("softmax_backward", backward<run_cuda>);
-  m.impl("softmax_backward.out", backward_out<run_cuda>);
-  m.impl("softmax_backward_", backward_inplace<run_cuda>);
-}
-#endif
-TORCH_LIBRARY_IMPL(custom_mm, Meta, m) {
-  m.impl("softmax_backward", backward_meta);
-  m.impl("softmax_backward.out", backward_out_meta);
-  m.impl("softmax_backward_", backward_inplace_meta);
-}
-TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) {
-  m.impl("softmax_backward", backward_autograd);
-  m.impl("softmax_backward.out", backward_out_autograd);
-  m.impl("softmax_backward_", backward_inplace_autograd);
-}
+MATMULS_KERNELS("softmax_backward", backward<run_cpu>, backward<run_cuda>, backward_meta, backward_autograd)
+MATMULS_KERNELS("softmax_backward.out", backward_out<run_cpu>, backward_out<run_cuda>, backward_out_meta,
+                backward_out_autograd)
+MATMULS_KERNELS("softmax_backward_", backward_inplace<run_cpu>, backward_inplace<run_cuda>, backward_inplace_meta,
+                backward_inplace_autograd)
 MATMULS_WRITES("softmax_backward.out", SoftmaxBackwardOutOp, 5)
 MATMULS_WRITES("softmax_backward_", BackwardInplaceOp, 0)
 

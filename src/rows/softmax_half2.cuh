@@ -87,7 +87,7 @@ template <class T, bool bytes, bool ends, bool anywhere = false>
 struct PackedSoftmax {
   using Storage = T;
   using F = float;
-  static constexpr RowTraits kTraits = softmax_half2_traits();
+  static constexpr RowTraits kTraits = softmax_half2_traits(ends);
   static constexpr int kInputs = kTraits.inputs, kConstants = kTraits.constants;
   static constexpr bool kNumber = false, kColumnSums = false, kEnds = ends;
 

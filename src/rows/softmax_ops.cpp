@@ -358,32 +358,13 @@ TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
   m.def("scaled_masked_softmax_(Tensor(a!) x, Tensor? mask=None, float scale=1.0, bool causal=False) -> ()", tags);
 }
 
-#define MATMULS_SOFTMAX_KERNELS(run)                    \
-  m.impl("softmax", softmax<run>);                      \
-  m.impl("softmax.out", softmax_out<run>);              \
-  m.impl("softmax_", softmax_<run>);                    \
-  m.impl("scaled_masked_softmax", masked_softmax<run>); \
-  m.impl("scaled_masked_softmax_", masked_softmax_<run>);
-
-TORCH_LIBRARY_IMPL(custom_mm, CPU, m){MATMULS_SOFTMAX_KERNELS(run_cpu)}
-#ifdef MATMULS_CUDA
-TORCH_LIBRARY_IMPL(custom_mm, CUDA, m){MATMULS_SOFTMAX_KERNELS(run_cuda)}
-#endif
-
-TORCH_LIBRARY_IMPL(custom_mm, Meta, m) {
-  m.impl("softmax", softmax_meta);
-  m.impl("softmax.out", softmax_out_meta);
-  m.impl("softmax_", softmax_inplace_meta);
-  m.impl("scaled_masked_softmax", masked_meta);
-  m.impl("scaled_masked_softmax_", masked_inplace_meta);
-}
-TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) {
-  m.impl("softmax", softmax_autograd);
-  m.impl("softmax.out", softmax_out_autograd);
-  m.impl("softmax_", softmax_inplace_autograd);
-  m.impl("scaled_masked_softmax", masked_autograd);
-  m.impl("scaled_masked_softmax_", masked_inplace_autograd);
-}
+MATMULS_KERNELS("softmax", softmax<run_cpu>, softmax<run_cuda>, softmax_meta, softmax_autograd)
+MATMULS_KERNELS("softmax.out", softmax_out<run_cpu>, softmax_out<run_cuda>, softmax_out_meta, softmax_out_autograd)
+MATMULS_KERNELS("softmax_", softmax_<run_cpu>, softmax_<run_cuda>, softmax_inplace_meta, softmax_inplace_autograd)
+MATMULS_KERNELS("scaled_masked_softmax", masked_softmax<run_cpu>, masked_softmax<run_cuda>, masked_meta,
+                masked_autograd)
+MATMULS_KERNELS("scaled_masked_softmax_", masked_softmax_<run_cpu>, masked_softmax_<run_cuda>, masked_inplace_meta,
+                masked_inplace_autograd)
 MATMULS_WRITES("softmax.out", SoftmaxOutOp, 2)
 MATMULS_WRITES("softmax_", SoftmaxInplaceOp, 0)
 MATMULS_WRITES("scaled_masked_softmax_", MaskedInplaceOp, 0)

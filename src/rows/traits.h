@@ -3,6 +3,8 @@
 #pragma once
 
 #include <algorithm>
+#include <climits>
+#include <span>
 
 namespace matmuls {
 
@@ -15,6 +17,13 @@ constexpr int kMaxRanks = 16;  // blocks per cluster; more than 8 need cudaFuncA
 constexpr int persistent_threads(Scope scope) {
   return scope == Scope::warp ? 256 : scope == Scope::block ? 512 : 1024;
 }
+
+// An instance of even_rows: vectors of each input per thread, threads per row, and whether every thread has all of its
+// vectors.
+struct EvenRows {
+  int vectors, threads;
+  bool exact;
+};
 
 // Counts of vectors are of each input, per thread.
 struct RowTraits {
@@ -32,6 +41,13 @@ struct RowTraits {
   bool in_clusters = true;   // a cluster holds rows that are too long for a block; otherwise they are read twice
   bool whole_rows = false;   // only aligned rows of whole vectors are supported
   bool keeps_nothing;        // fold leaves nothing in registers for write, which reads the elements again
+  // The kernels that are compiled for it besides the general ones (rows/kernel_sizes.h).
+  std::span<const EvenRows> even = {};    // even_rows of aligned rows
+  std::span<const int> nearly_even = {};  // nearly_even: vectors
+  bool unaligned_warps = false;           // even_rows of unaligned rows
+  bool two_pass = false;
+  bool unaligned_cluster = false;  // cluster of unaligned rows
+  int staged = 0;                  // staged and direct, of at most as many columns
 
   constexpr int arithmetic() const { return element == 8 ? 8 : 4; }  // bytes of a number in arithmetic
   constexpr int elements_of_vector() const { return 16 / element; }
@@ -73,7 +89,32 @@ struct RowTraits {
   constexpr bool has_one_pass(Scope scope, bool unaligned) const {
     return scope != Scope::cluster && !always_persistent(unaligned) && !is_long();
   }
+  // True if one_pass and persistent are compiled for n vectors per thread.
+  constexpr bool has_vectors(Scope scope, int elements, bool unaligned, int n) const {
+    const int most = most_vectors(elements);
+    if (scope == Scope::block) return n == most || (n == 3 && threes(elements, unaligned));
+    if (scope == Scope::cluster) return elements > 1 && (n == long_vectors || (n == most && !long_clusters()));
+    return n == most || (n < most && n <= 3 && elements > 1 && !unaligned);  // unaligned: one kernel for all short rows
+  }
+  constexpr bool persistent_unaligned() const { return constants > 0 && element <= 4; }
 };
+
+// Rows with any mask: the most columns that are staged.
+constexpr int kStagedMaskedColumns = 800;
+
+constexpr int kFourToFive[] = {5}, kThreeToFour[] = {3, 4}, kFiveToEight[] = {5, 6, 7, 8};
+// Masked rows by vectors. Those of 16-bit elements take twice the registers.
+constexpr int kMasked2[] = {3, 4, 5, 6}, kMasked4[] = {3, 4, 5, 8};
+constexpr EvenRows kHalf2[] = {{2, 8, true}};
+constexpr EvenRows kHalf2Ends[] = {{4, 4, true},   {4, 16, true},  {4, 32, true}, {5, 32, false},
+                                   {6, 32, false}, {7, 32, false}, {8, 32, false}};
+constexpr EvenRows kEvenBackward2[] = {{2, 8, true}, {4, 256, true}, {4, 512, true}};
+constexpr EvenRows kEvenBackward4[] = {{4, 1024, true}};
+constexpr EvenRows kEvenRms[] = {{4, 512, true}};
+constexpr EvenRows kThrees[] = {{3, 4, false}, {3, 8, false}, {3, 16, false}, {3, 32, false}};
+constexpr EvenRows kEvenLayerNorm[] = {{3, 4, false}, {3, 8, false},  {3, 16, false}, {3, 32, false}, {3, 16, true},
+                                       {3, 32, true}, {4, 16, false}, {4, 32, false}, {8, 128, true}, {4, 4, true},
+                                       {4, 8, true},  {4, 16, true},  {4, 32, true},  {4, 64, true},  {4, 128, true}};
 
 // in_clusters: long masked rows that are read twice are 3 to 13 % faster than on a cluster (geometric means of 10 to 12
 // lengths, H200, benchmarks/results/kernels-cuda.json at commit 583f14f); those without a mask go to two_pass.
@@ -88,9 +129,21 @@ constexpr RowTraits softmax_traits(int element, bool masked, bool any, bool hold
           .most_threads = masked ? 512 : 1024,
           .in_clusters = element == 8,
           .whole_rows = !holds || (masked && !any),
-          .keeps_nothing = !holds};
+          .keeps_nothing = !holds,
+          .nearly_even = element == 8     ? std::span<const int>()
+                         : !holds         ? std::span<const int>(kFiveToEight)
+                         : !masked || any ? std::span<const int>()
+                         : element == 2   ? std::span<const int>(kMasked2)
+                                          : std::span<const int>(kMasked4),
+          .unaligned_warps = masked && !any && element == 2,
+          .two_pass = !holds && element <= 4,
+          .staged = element == 8 || !holds ? 0
+                    : any                  ? kStagedMaskedColumns
+                    : masked               ? 0
+                                           : INT_MAX};
 }
-constexpr RowTraits softmax_half2_traits() {
+// ends: rows may see fewer than their columns.
+constexpr RowTraits softmax_half2_traits(bool ends) {
   return {.element = 2,
           .inputs = 1,
           .constants = 0,
@@ -100,7 +153,10 @@ constexpr RowTraits softmax_half2_traits() {
           .most_threads = 512,
           .in_clusters = false,
           .whole_rows = true,
-          .keeps_nothing = false};
+          .keeps_nothing = false,
+          .even = ends ? std::span<const EvenRows>(kHalf2Ends) : std::span<const EvenRows>(kHalf2),
+          .nearly_even = kFiveToEight,
+          .unaligned_warps = true};
 }
 // few: a thread holds two vectors of each input, else four.
 constexpr RowTraits softmax_backward_traits(int element, bool few) {
@@ -115,7 +171,14 @@ constexpr RowTraits softmax_backward_traits(int element, bool few) {
           .row_most = 512,
           .threads_per_sm = 1024,
           .most_threads = 1024,
-          .keeps_nothing = true};
+          .keeps_nothing = true,
+          .even = element == 4           ? std::span<const EvenRows>(kEvenBackward4)
+                  : element == 2 && !few ? std::span<const EvenRows>(kEvenBackward2)
+                                         : std::span<const EvenRows>(),
+          .unaligned_warps = few,
+          .two_pass = element == 4 || few,
+          .unaligned_cluster = element == 4 || few,
+          .staged = element == 4 || few ? INT_MAX : 0};
 }
 // row_most: rows that need more threads use the persistent kernel, as measured on an H200.
 constexpr RowTraits norm_traits(int element, bool rms, bool residual) {
@@ -130,7 +193,17 @@ constexpr RowTraits norm_traits(int element, bool rms, bool residual) {
           .row_most = element == 2 ? (rms ? 256 : 128) : 512,
           .threads_per_sm = 768,
           .most_threads = 512,
-          .keeps_nothing = true};
+          .keeps_nothing = true,
+          .even = element == 4   ? std::span<const EvenRows>(kEvenRms, rms && !residual)
+                  : element == 8 ? std::span<const EvenRows>()
+                  : residual     ? std::span<const EvenRows>(kThrees)
+                  : rms          ? std::span<const EvenRows>()
+                                 : std::span<const EvenRows>(kEvenLayerNorm),
+          .nearly_even = element == 4   ? std::span<const int>(kFourToFive, !residual)
+                         : element == 8 ? std::span<const int>()
+                         : residual     ? std::span<const int>(kThreeToFour)
+                                        : std::span<const int>(kFiveToEight),
+          .staged = element == 8 ? 0 : INT_MAX};
 }
 // Each column has two sums, which take 64 of a thread's 128 registers: the elements stay in shared memory.
 constexpr RowTraits norm_backward_traits(int element) {
@@ -145,7 +218,8 @@ constexpr RowTraits norm_backward_traits(int element) {
           .most_threads = 512,
           .number = true,
           .column_sums = true,
-          .keeps_nothing = true};
+          .keeps_nothing = true,
+          .staged = element == 8 ? 0 : INT_MAX};
 }
 
 }  // namespace matmuls

@@ -240,27 +240,10 @@ TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
   m.def("csr_transpose(Tensor crow, Tensor col, SymInt columns) -> (Tensor, Tensor, Tensor)", tags);
 }
 
-TORCH_LIBRARY_IMPL(custom_mm, CPU, m) {
-  m.impl("csr_check", csr_check_cpu);
-  m.impl("csr_check_copied", csr_check_copied_cpu);
-  m.impl("csr_transpose", csr_transpose_cpu);
-}
-#ifdef MATMULS_CUDA
-TORCH_LIBRARY_IMPL(custom_mm, CUDA, m) {
-  m.impl("csr_check", csr_check_cuda);
-  m.impl("csr_check_copied", csr_check_copied_cuda);
-  m.impl("csr_transpose", csr_transpose_cuda);
-}
-#endif
-TORCH_LIBRARY_IMPL(custom_mm, Meta, m) {
-  m.impl("csr_check", csr_check_meta);
-  m.impl("csr_check_copied", csr_check_copied_meta);
-  m.impl("csr_transpose", csr_transpose_meta);
-}
-TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) {
-  m.impl("csr_check", CsrCheckOp::below_autograd);
-  m.impl("csr_check_copied", CsrCheckCopiedOp::below_autograd);
-  m.impl("csr_transpose", CsrTransposeOp::below_autograd);
-}
+MATMULS_KERNELS("csr_check", csr_check_cpu, csr_check_cuda, csr_check_meta, CsrCheckOp::below_autograd)
+MATMULS_KERNELS("csr_check_copied", csr_check_copied_cpu, csr_check_copied_cuda, csr_check_copied_meta,
+                CsrCheckCopiedOp::below_autograd)
+MATMULS_KERNELS("csr_transpose", csr_transpose_cpu, csr_transpose_cuda, csr_transpose_meta,
+                CsrTransposeOp::below_autograd)
 
 }  // namespace matmuls

@@ -29,12 +29,4 @@ MATMULS_OPERATOR(SddmmOp, "custom_mm::csr_sddmm", "",
 // A complex tensor [..., n] whose rows are contiguous, as a view [..., 2 n] of its real and imaginary parts in turn.
 inline at::Tensor as_real_columns(const at::Tensor& t) { return at::view_as_real(t).flatten(-2); }
 
-// A @ dense by csr_spmm's kernels: the fallback of operators that take another layout of A as well.
-inline at::Tensor product_by_rows(const at::Tensor& crow, const at::Tensor& col, const at::Tensor& values,
-                                  const at::Tensor& dense, c10::SymInt columns, const OptionalTensor& order,
-                                  int64_t longest) {
-  return SpmmOp::call(crow, col, values, dense, std::move(columns), "sum", 1, order, {}, {}, {}, {}, false, longest,
-                      -1);
-}
-
 }  // namespace matmuls

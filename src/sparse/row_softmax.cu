@@ -375,24 +375,9 @@ TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
   m.def("csr_softmax_backward(Tensor crow, Tensor y, Tensor grad, float scale=1.0, Tensor? order=None) -> Tensor",
         tags);
 }
-TORCH_LIBRARY_IMPL(custom_mm, CPU, m) {
-  m.impl("csr_softmax", softmax<run_cpu>);
-  m.impl("csr_softmax_backward", softmax_backward<run_cpu>);
-}
-#ifdef MATMULS_CUDA
-TORCH_LIBRARY_IMPL(custom_mm, CUDA, m) {
-  m.impl("csr_softmax", softmax<run_cuda>);
-  m.impl("csr_softmax_backward", softmax_backward<run_cuda>);
-}
-#endif
-TORCH_LIBRARY_IMPL(custom_mm, Meta, m) {
-  m.impl("csr_softmax", softmax_meta);
-  m.impl("csr_softmax_backward", softmax_backward_meta);
-}
-TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) {
-  m.impl("csr_softmax", softmax_autograd);
-  m.impl("csr_softmax_backward", softmax_backward_autograd);
-}
+MATMULS_KERNELS("csr_softmax", softmax<run_cpu>, softmax<run_cuda>, softmax_meta, softmax_autograd)
+MATMULS_KERNELS("csr_softmax_backward", softmax_backward<run_cpu>, softmax_backward<run_cuda>, softmax_backward_meta,
+                softmax_backward_autograd)
 TORCH_LIBRARY_IMPL(custom_mm, AutocastCPU, m) { m.impl("csr_softmax", torch::CppFunction::makeFallthrough()); }
 TORCH_LIBRARY_IMPL(custom_mm, AutocastCUDA, m) { m.impl("csr_softmax", softmax_autocast); }
 

@@ -444,18 +444,6 @@ Tensor sddmm_autograd(const Tensor& crow, const Tensor& col, const Tensor& a, co
                               by_column, summed);
 }
 
-// Casts as torch.matmul does.
-template <c10::DeviceType device>
-Tensor sddmm_autocast(const Tensor& crow, const Tensor& col, const Tensor& a, const Tensor& b, c10::SymInt columns,
-                      double alpha, const OptionalTensor& order, const OptionalTensor& t_crow,
-                      const OptionalTensor& t_col, const OptionalTensor& t_order, const OptionalTensor& selected,
-                      bool by_column, bool summed) {
-  c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
-  const auto dtype = autocast_dtype(device);
-  return SddmmOp::call(crow, col, autocast_to(dtype, a, device), autocast_to(dtype, b, device), columns, alpha, order,
-                       t_crow, t_col, t_order, selected, by_column, summed);
-}
-
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
@@ -466,14 +454,8 @@ TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
       "summed=False) -> Tensor",
       {at::Tag::pt2_compliant_tag});
 }
-TORCH_LIBRARY_IMPL(custom_mm, CPU, m) { m.impl("csr_sddmm", sddmm<run_cpu>); }
-#ifdef MATMULS_CUDA
-TORCH_LIBRARY_IMPL(custom_mm, CUDA, m) { m.impl("csr_sddmm", sddmm<run_cuda>); }
-#endif
-TORCH_LIBRARY_IMPL(custom_mm, Meta, m) { m.impl("csr_sddmm", sddmm_meta); }
-TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) { m.impl("csr_sddmm", sddmm_autograd); }
-TORCH_LIBRARY_IMPL(custom_mm, AutocastCPU, m) { m.impl("csr_sddmm", sddmm_autocast<at::kCPU>); }
-TORCH_LIBRARY_IMPL(custom_mm, AutocastCUDA, m) { m.impl("csr_sddmm", sddmm_autocast<at::kCUDA>); }
+MATMULS_KERNELS("csr_sddmm", sddmm<run_cpu>, sddmm<run_cuda>, sddmm_meta, sddmm_autograd)
+MATMULS_AUTOCAST("csr_sddmm", SddmmOp)
 
 }  // namespace matmuls
 #endif

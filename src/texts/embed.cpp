@@ -1,13 +1,8 @@
-// embed (embed.h): its checks, and the CPU.
+// embed (embed.h): its checks.
 #include "texts/embed.h"
 
-#include <ATen/Dispatch.h>
-#include <ATen/OpMathType.h>
 #include <ATen/ops/empty.h>
 
-#include <cmath>
-
-#include "cpu/threads.h"
 #ifdef MATMULS_CUDA
 #include <c10/cuda/CUDAGuard.h>
 #endif
@@ -37,34 +32,6 @@ const void* parameter(const char* name, const Tensor& t, const Tensor& words, in
   return t.const_data_ptr();
 }
 
-template <class T>
-void embed_on_cpu(const texts::Embedding& e) {
-  using F = at::opmath_type<T>;
-  const auto *weight = static_cast<const T*>(e.weight), *bias = static_cast<const T*>(e.bias);
-  for (const texts::Table& table : e.tables)
-    for (int64_t i = 0; table.ids != nullptr && i < e.tokens; ++i)
-      TORCH_CHECK_INDEX(table.ids[i] >= 0 && table.ids[i] < table.count, kEmbed, ": expected ids from 0 to ",
-                        table.count - 1, ", got ", table.ids[i]);
-  parallel_for(0, e.tokens, 16, [&](int64_t begin, int64_t end) {
-    std::vector<F> sum(e.columns);
-    for (int64_t i = begin; i < end; ++i) {
-      std::fill(sum.begin(), sum.end(), F(0));
-      for (const texts::Table& table : e.tables) {
-        const T* const row = static_cast<const T*>(table.rows) + (table.ids ? table.ids[i] : 0) * e.columns;
-        for (int64_t c = 0; c < e.columns; ++c) sum[c] += static_cast<F>(row[c]);
-      }
-      F mean = 0, squares = 0;
-      for (const F x : sum) mean += x;
-      mean /= static_cast<F>(e.columns);
-      for (const F x : sum) squares += (x - mean) * (x - mean);
-      const F scale = F(1) / std::sqrt(squares / static_cast<F>(e.columns) + static_cast<F>(e.eps));
-      T* const out = static_cast<T*>(e.out) + i * e.columns;
-      for (int64_t c = 0; c < e.columns; ++c)
-        out[c] = static_cast<T>((sum[c] - mean) * scale * static_cast<F>(weight[c]) + static_cast<F>(bias[c]));
-    }
-  });
-}
-
 }  // namespace
 
 Tensor embed(const Tensor& ids, const Tensor& words, const Tensor& position_ids, const Tensor& positions,
@@ -83,6 +50,7 @@ Tensor embed(const Tensor& ids, const Tensor& words, const Tensor& position_ids,
                  positions.size(0)};
   e.weight = parameter("weight", weight, words, 1), e.bias = parameter("bias", bias, words, 1);
   e.tokens = ids.numel(), e.columns = words.size(1), e.eps = eps;
+  expect_gpu(kEmbed, "ids", ids);
   std::vector<int64_t> sizes = ids.sizes().vec();
   sizes.push_back(e.columns);
 #ifdef MATMULS_CUDA
@@ -92,13 +60,8 @@ Tensor embed(const Tensor& ids, const Tensor& words, const Tensor& position_ids,
   if (out.numel() == 0) return out;
   e.out = out.mutable_data_ptr();
 #ifdef MATMULS_CUDA
-  if (ids.is_cuda()) {
-    texts::embed_on_gpu(e, words.scalar_type());
-    return out;
-  }
+  texts::embed_on_gpu(e, words.scalar_type());
 #endif
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, words.scalar_type(), kEmbed,
-                                  [&] { embed_on_cpu<scalar_t>(e); });
   return out;
 }
 

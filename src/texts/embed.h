@@ -1,5 +1,5 @@
 // The embeddings of tokens, as BERT's family makes them: rows of the tables of words, positions and token types, added
-// and layer-normed. On a GPU in one kernel. The sum is not rounded ahead of the norm.
+// and layer-normed. On a GPU alone, in one kernel. The sum is not rounded ahead of the norm.
 #pragma once
 
 #include "glue/checks.h"

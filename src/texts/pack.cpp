@@ -1,10 +1,9 @@
-// pack_padded and unpack_padded (pack.h): their checks, and the CPU.
+// pack_padded and unpack_padded (pack.h): their checks.
 #include "texts/pack.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/ne.h>
 
-#include <cstring>
 #include <limits>
 #ifdef MATMULS_CUDA
 #include <c10/cuda/CUDAGuard.h>
@@ -31,21 +30,6 @@ T* target(const char* op, const char* name, const Tensor& t, at::Device device, 
               ": expected ", name, " contiguous, in ", dtype, ", of at least ", least, " elements on ", device,
               ", got ", t.sizes(), " in ", t.scalar_type(), " on ", t.device());
   return t.mutable_data_ptr<T>();
-}
-
-void pack_on_cpu(const texts::Padded& in, const texts::Packed& out) {
-  texts::Counts before{0, 0};
-  out.queries[0] = out.keys[0] = 0;
-  for (int row = 0; row < in.batch; ++row) {
-    const texts::Counts text = before;
-    for (int column = 0; column < in.length; ++column) {
-      texts::pack_token(in, out, row, column, before, text);
-      before = before + texts::count_token(in, row, column);
-    }
-    out.segment(row, text.computed, before.computed, !in.shown(row, 0));
-  }
-  for (int at = before.computed; at < out.size; ++at) out.set(at, 0, 0, 0);
-  for (int row = in.batch; row < out.texts; ++row) out.segment(row, before.computed, before.computed, false);
 }
 
 }  // namespace
@@ -85,10 +69,10 @@ void pack_padded(const Tensor& ids, const OptionalTensor& mask, const OptionalTe
   out.queries = target<int32_t>(kPack, "starts", starts, device, 2 * (1 + per_text * room));
   out.keys = out.queries + starts.numel() / 2;
   out.size = static_cast<int>(size), out.texts = static_cast<int>(room), out.pairs = per_text == 2;
+  expect_gpu(kPack, "input_ids", ids);
 #ifdef MATMULS_CUDA
-  if (ids.is_cuda()) return texts::pack_on_gpu(in, out);
+  texts::pack_on_gpu(in, out);
 #endif
-  pack_on_cpu(in, out);
 }
 
 Tensor unpack_padded(const Tensor& states, const Tensor& place, int64_t batch, int64_t length) {
@@ -98,23 +82,13 @@ Tensor unpack_padded(const Tensor& states, const Tensor& place, int64_t batch, i
                   batch <= std::numeric_limits<int32_t>::max() / length && !states.is_conj() && !states.is_neg(),
               kUnpack, ": expected contiguous states [T, width] and positive sizes, got ", states.sizes(), " in ",
               states.scalar_type(), ", batch ", batch, " and length ", length);
-  const int32_t* at = target<int32_t>(kUnpack, "place", place, states.device(), batch * length);
+  [[maybe_unused]] const int32_t* at = target<int32_t>(kUnpack, "place", place, states.device(), batch * length);
+  expect_gpu(kUnpack, "states", states);
   const Tensor out = at::empty({batch, length, width}, states.options());
 #ifdef MATMULS_CUDA
-  if (states.is_cuda()) {
-    const c10::cuda::CUDAGuard guard(states.device());
-    texts::unpack_on_gpu(states, at, out);
-    return out;
-  }
+  const c10::cuda::CUDAGuard guard(states.device());
+  texts::unpack_on_gpu(states, at, out);
 #endif
-  const size_t bytes = width * states.element_size();
-  const auto* from = static_cast<const char*>(states.const_data_ptr());
-  auto* to = static_cast<char*>(out.mutable_data_ptr());
-  for (int64_t row = 0; row < batch * length; ++row)
-    TORCH_CHECK_INDEX(at[row] >= -1 && at[row] < states.size(0), kUnpack, ": expected places from -1 to ",
-                      states.size(0) - 1, ", got ", at[row], " at ", row);
-  for (int64_t row = 0; row < batch * length; ++row, to += bytes)
-    at[row] < 0 ? std::memset(to, 0, bytes) : std::memcpy(to, from + at[row] * bytes, bytes);
   return out;
 }
 

@@ -1,17 +1,12 @@
 // The tokens of padded texts that are computed, one text after the other, with their positions and where each text
-// begins; and their hidden states, put back in place. On a GPU in one kernel each: the host does not read the mask.
+// begins; and their hidden states, put back in place. On a GPU alone, in one kernel each: the host does not read the
+// mask.
 //
 //   ids    a b .  |  c . .  |  . d e        . is hidden, and the first token of a text is always computed
 //   packed a b c . d e                      place 0 1 -1 | 2 -1 -1 | 3 4 5
 #pragma once
 
 #include "glue/checks.h"
-
-#ifdef __CUDACC__
-#define MATMULS_EVERYWHERE __host__ __device__
-#else
-#define MATMULS_EVERYWHERE
-#endif
 
 namespace matmuls {
 
@@ -36,10 +31,10 @@ struct Padded {
   int64_t padding;  // RoBERTa's padding id, by which it numbers the tokens; -1: their columns
 
   template <class T>
-  MATMULS_EVERYWHERE T at(const Strided& s, int row, int column) const {
+  C10_HOST_DEVICE T at(const Strided& s, int row, int column) const {
     return static_cast<const T*>(s.data)[row * s.row + column * s.column];
   }
-  MATMULS_EVERYWHERE bool shown(int row, int column) const {
+  C10_HOST_DEVICE bool shown(int row, int column) const {
     if (mask.data == nullptr) return true;
     if (mask_bytes == 1) return at<int8_t>(mask, row, column) != 0;
     return mask_bytes == 4 ? at<int32_t>(mask, row, column) != 0 : at<int64_t>(mask, row, column) != 0;
@@ -58,27 +53,27 @@ struct Packed {
   int size, texts;
   bool pairs;  // a text is two segments: a hidden first token's key without queries, and the others
 
-  MATMULS_EVERYWHERE void set(int at, int64_t id, int64_t position, int64_t type) const {
+  C10_HOST_DEVICE void set(int at, int64_t id, int64_t position, int64_t type) const {
     ids[at] = id, positions[at] = position;
     if (types) types[at] = type;
   }
   // The segments of a text that ends ahead of packed token `end`.
-  MATMULS_EVERYWHERE void segment(int text, int begin, int end, bool hidden) const {
+  C10_HOST_DEVICE void segment(int text, int begin, int end, bool hidden) const {
     if (pairs) queries[2 * text + 1] = begin, keys[2 * text + 1] = begin + hidden;
     const int at = (1 + pairs) * (text + 1);
     queries[at] = keys[at] = end;
   }
 };
 
-MATMULS_EVERYWHERE inline Counts operator+(Counts a, Counts b) {
+C10_HOST_DEVICE inline Counts operator+(Counts a, Counts b) {
   return {a.computed + b.computed, a.numbered + b.numbered};
 }
-MATMULS_EVERYWHERE inline Counts count_token(const Padded& in, int row, int column) {
+C10_HOST_DEVICE inline Counts count_token(const Padded& in, int row, int column) {
   return {column == 0 || in.shown(row, column), in.at<int64_t>(in.ids, row, column) != in.padding};
 }
 // Writes one token. before: tokens ahead of it; text: tokens ahead of its text.
-MATMULS_EVERYWHERE inline void pack_token(const Padded& in, const Packed& out, int row, int column, Counts before,
-                                          Counts text) {
+C10_HOST_DEVICE inline void pack_token(const Padded& in, const Packed& out, int row, int column, Counts before,
+                                       Counts text) {
   const Counts own = count_token(in, row, column);
   out.place[row * in.length + column] = own.computed ? before.computed : -1;
   if (!own.computed) return;

@@ -23,7 +23,7 @@ OPERATIONS = {"dense", "fused_softmax", "inplace", "masked", "rowwise", "sparse"
 # `operations <- attention <- integrations`
 MAY_IMPORT = {
     # the last five at first access
-    "matmuls": OPERATIONS | {"batching", "older_names"} | {"attention", "blocks", "distributed", "integrations", "nn"},
+    "matmuls": OPERATIONS | {"batching"} | {"attention", "blocks", "distributed", "integrations", "nn"},
     **{family: {"custom_mm", "registration"} for family in OPERATIONS},
     "rowwise": {"custom_mm", "dense"},
     "registration": {"custom_mm", "triton"},  # triton at the first call that is recorded
@@ -110,7 +110,6 @@ MAY_IMPORT = {
     "distributed.sharding": {"blocks", "masked"},
     "distributed.splits": {"distributed.group"},
     "distributed.styles": {"distributed.group", "distributed.sharding", "masked", "nn"},
-    "older_names": {f"sparse.{m}" for m in ("chunks", "csr_pattern", "layouts", "reordered", "selector")},
     "device": {"custom_mm"},
     "files": set(),
     "timing": set(),

@@ -6,7 +6,10 @@ long masked and unaligned rows moved to reread, and some short ones to kernels b
 measured them.
 """
 
+import itertools
 import json
+import math
+import random
 import re
 from pathlib import Path
 
@@ -83,6 +86,53 @@ def test_every_choice_is_that_of_the_launchers_before():
         if launched(kernel, launch) != TABLE["launches"][n]:
             wrong.append((call, columns, TABLE["launches"][n], launched(kernel, launch)))
     assert not wrong, f"{len(wrong)} differ, the first: {wrong[:3]}"
+
+
+# Where kernels take over from one another: few times a power of two, as vectors of 16 bytes divide among threads.
+EDGES = sorted({n * 2**p + d for n in range(1, 34) for p in range(18) for d in (-1, 0, 1)} - {0})
+OPTIONS = {
+    "softmax": {},
+    "scaled_masked_softmax": {
+        "mask": ("none", "bytes", "same", "float32"),
+        "causal": (False, True),
+        "scale": (0.125, 0.0, math.inf),
+        "mask_vectors": (True, False),
+        "mask_steps": (False, True),
+    },
+    "softmax_backward": {"causal": (False, True)},
+    "layer_norm": dict.fromkeys(("residual", "keeps", "plain_constants"), (False, True)),
+    "rms_norm": dict.fromkeys(("residual", "keeps", "plain_constants"), (False, True)),
+    "norm_backward": {"wants_dx": (True, False)},
+}
+
+
+@pytest.mark.parametrize("operation", OPTIONS)
+def test_every_choice_is_compiled(operation):
+    """choose_row_kernel raises if the chosen kernel is not in the lists that launches expand."""
+    generator, chosen = random.Random(0), set()
+    options = {**OPTIONS[operation], "element": (2, 4, 8), "layout": tuple(LAYOUTS), "gpu": tuple(GPUS)}
+    for given in itertools.product(*options.values()):
+        call = {"operation": operation, **dict(zip(options, given, strict=True))}
+        for columns in generator.sample(EDGES, 300 if len(options) < 7 else 60):
+            chosen.add(choose({**call, "rows": generator.choice((1, 61, 4096, 2**20))}, columns)[0])
+    assert chosen == {name for name, operations in KERNELS_OF.items() if operation in operations}
+
+
+NORMS = {"layer_norm", "rms_norm"}
+KERNELS_OF = {
+    "one_pass": {"softmax", "scaled_masked_softmax", "softmax_backward"} | NORMS,
+    "even_rows": {"scaled_masked_softmax", "softmax_backward"} | NORMS,
+    "nearly_even": {"softmax", "scaled_masked_softmax"} | NORMS,
+    "two_pass": {"softmax", "softmax_backward"},
+    "persistent": set(OPTIONS),
+    "persistent_unaligned": NORMS | {"norm_backward"},
+    "cluster": NORMS | {"softmax_backward"},
+    "staged": set(OPTIONS),
+    "direct": {"softmax", "scaled_masked_softmax"} | NORMS,
+    "reread": set(OPTIONS),
+    "norm_backward_stream": {"norm_backward"},
+    "column_sums": {"norm_backward"},
+}
 
 
 def test_the_table_has_every_kernel_and_every_kernel_has_a_file():

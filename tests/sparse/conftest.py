@@ -2,6 +2,7 @@
 
 import pytest
 
+from common import layout_references
 from matmuls import timing
 from matmuls.sparse import race, selector
 
@@ -18,3 +19,10 @@ def dense_wins(monkeypatch):
     monkeypatch.setattr(race, "time_warm", time)
     monkeypatch.setattr(selector.Selector, "_estimates", lambda *args: {})
     return measured
+
+
+@pytest.fixture
+def layouts_on_cpu():
+    """Layouts that only GPUs have, in torch, for tests of the Python code that calls them."""
+    with layout_references.on_cpu():
+        yield

@@ -94,7 +94,7 @@ def test_changed_values_are_seen(dense_wins, device):
 
 @pytest.mark.parametrize("read_by", ["a call", "a graph"])
 @pytest.mark.parametrize("name", [select.DENSE, select.FP16X2, select.SPARSE24, select.SMEM_TILES])
-def test_other_values_are_written_in_place_for_graphs_alone(name, read_by, device):
+def test_other_values_are_written_in_place_for_graphs_alone(name, read_by, device, layouts_on_cpu):
     """What a thread has yet to multiply by stays as it was."""
     if device == "cuda" and name != select.DENSE and not has_hopper_kernels(torch.device("cuda")):
         pytest.skip("halves are Hopper's")

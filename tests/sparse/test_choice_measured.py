@@ -228,7 +228,7 @@ def test_capture_uses_measured_choices_and_measures_nothing():
 
 @pytest.mark.parametrize("name", [select.FP16X2, select.SPARSE24, select.SMEM_TILES, select.PACKED_MMA, select.DENSE])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_every_candidate_is_correct_and_reproducible(name, dtype, device):
+def test_every_candidate_is_correct_and_reproducible(name, dtype, device, layouts_on_cpu):
     dense, b = draw(device, 300, 400, dtype)
     made = plan(dense.to_sparse_csc(), tune=[128])
     values, truth = made.values, dense.double() @ b.double()
@@ -258,7 +258,7 @@ def test_the_name_of_a_kernel_is_that_of_its_file():
 
 
 @pytest.mark.parametrize("name", sorted(set(select.BY_NAME) - {select.SPARSE24, select.REORDERED}))
-def test_the_table_names_the_operator_that_is_called(name):
+def test_the_table_names_the_operator_that_is_called(name, layouts_on_cpu):
     dtype = torch.float16 if name.startswith(select.PACKED_MMA) else torch.float32
     dense, b = draw("cpu", 64, 64, dtype)
     made = plan(dense.to_sparse_bsr((16, 16)), tune=False)

@@ -6,6 +6,7 @@
 import gzip
 import itertools
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,24 @@ def test_the_choice_is_that_of_the_table():
     for case, expected in zip(drawn, table, strict=True):
         choice = choice_of(case)
         assert [int(choice[name]) for name in FIELDS] == expected, case
+
+
+def test_every_choice_is_compiled():
+    """choose_spmm raises if the chosen instance is not in the lists that launches expand."""
+    generator, chosen = random.Random(0), set()
+    near = [n * 2**p + d for n in (1, 3, 5) for p in range(12) for d in (-1, 0, 1)]
+    for _ in range(100_000):
+        rows, mean = (
+            generator.choice((1, 60, 700, 9000, 10**5, 10**6)),
+            generator.choice((0, 1, 3, 4, 7, 8, 31, 32, 64)),
+        )
+        longest = generator.choice((-1, mean, 9 * mean, 10**4))
+        n, size = max(generator.choice(near), 1), generator.choice((2, 4, 8))
+        vectors = n * size % 16 == 0 and generator.random() < 0.9
+        case = rows, 4096, rows * mean, longest, n, generator.choice((1, 3)), size, vectors, generator.choice((40, 132))
+        choice = choice_of(case)
+        chosen.add((size * vectors, *(choice[name] for name in FIELDS[:5])))
+    assert len(chosen) >= 3 + 4 + 16 + 18
 
 
 def test_the_name_says_whether_rows_are_cut():

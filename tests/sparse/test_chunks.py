@@ -6,9 +6,12 @@ import pytest
 import torch
 import torch.utils.checkpoint
 
+from common import layout_references
 from matmuls import plan, spmm
 from matmuls.sparse import default_spmm, ops
 from matmuls.sparse.chunks import chunks_of
+
+_ops = torch.ops.custom_mm
 
 SHAPES = [(50, 60, 0.3), (200, 100, 0.05), (64, 64, 0.9), (300, 500, 0.004), (1, 50, 1.0), (50, 1, 0.5)]
 MANY_ROWS = (300_000, 4, 0.2)  # more than run on a GPU at once
@@ -24,35 +27,27 @@ def draw(rows, columns, density, device, dtype=torch.float32):
     return dense.to(dtype).to(device)
 
 
+@pytest.mark.cuda
 @pytest.mark.parametrize(
     ("shape", "sizes"), [*itertools.product(SHAPES, SIZES), (MANY_ROWS, (32, 2)), (LONG_ROWS, (64, 32))], ids=str
 )
-def test_every_nonzero_is_in_one_chunk_and_every_row_ends_once(shape, sizes, device):
-    a = draw(*shape, device).to_sparse_csr()
+def test_every_nonzero_is_in_one_chunk_and_every_row_ends_once(shape, sizes):
+    a = draw(*shape, "cuda").to_sparse_csr()
     crow, nonzeros, rows = a.crow_indices().int(), a.values().numel(), shape[0]
     made = chunks_of(crow, a.col_indices().int(), *sizes)
     assert all(t.dtype == torch.int32 for t in made.tensors)
     size, piece = sizes
-    begins, ends, cut, crow = made.begins.cpu(), made.ends.cpu(), made.cut.cpu(), crow.cpu()
+    begins, ends, crow = made.begins.cpu(), made.ends.cpu(), crow.cpu()
     assert (int(begins[0]), int(begins[-1])) == (0, nonzeros)
     assert int(begins.diff().min()) >= 0
     assert int(begins.diff().max()) < size + piece
     assert (ends[begins[1:].long() - 1] >= 0).all()  # a chunk ends at the end of a row or of a piece
-    lengths, row = crow.diff(), torch.arange(rows)
-    long, whole = lengths > piece, (lengths > 0) & (lengths <= piece)
-    count = -(-lengths[long] // piece)
-    assert torch.equal(cut, torch.stack([row[long], count.cumsum(0) - count, count], 1).int())
-    assert int(count.sum()) == made.slots
-    assert torch.equal(made.empty.cpu(), row[lengths == 0].int())
-    expected = torch.full((nonzeros,), -1)
-    expected[crow[1:][whole].long() - 1] = row[whole]
-    pieces = (min(at + piece, end) - 1 for begin, end in cut_rows(crow, long) for at in range(begin, end, piece))
-    expected[list(pieces)] = rows + torch.arange(made.slots)
-    assert torch.equal(ends, expected.int())
-
-
-def cut_rows(crow, long):
-    return zip(crow[:-1][long].tolist(), crow[1:][long].tolist(), strict=True)
+    row = torch.arange(rows)
+    for names in (None, row.flip(0).int()):
+        found = _ops.csr_chunks(crow.cuda(), a.col_indices().int(), *sizes, None if names is None else names.cuda())
+        expected = layout_references.chunks(crow, a.col_indices().cpu().int(), *sizes, names)
+        assert all(torch.equal(x.cpu(), y) for x, y in zip(found, expected, strict=True))
+    assert torch.equal(made.empty.cpu(), row[crow.diff() == 0].int())
 
 
 @pytest.fixture
@@ -110,9 +105,9 @@ def test_values_in_another_order(each, always):
     b = torch.randn(columns, 32, device="cuda")
     made = chunks_of(crow, col, 32, 64)
     parts = made.begins, made.ends, made.cut, made.empty, crow, col
-    result = torch.ops.custom_mm.csr_spmm_chunks(*parts, values, b, columns, made.slots, order)
+    result = _ops.csr_spmm_chunks(*parts, values, b, columns, made.slots, order)
     moved = values[order.long()]
-    assert torch.equal(result, torch.ops.custom_mm.csr_spmm_chunks(*parts, moved, b, columns, made.slots))
+    assert torch.equal(result, _ops.csr_spmm_chunks(*parts, moved, b, columns, made.slots))
     assert_right(result, torch.sparse_csr_tensor(crow, col, moved, (rows, columns)).to_dense(), b)
 
 
@@ -129,8 +124,8 @@ def test_non_finite_values_stay_in_their_rows(always):
 
 
 @pytest.fixture
-def anywhere(always, monkeypatch):
-    """Also on a CPU, whose operator uses the row kernel."""
+def anywhere(always, monkeypatch, layouts_on_cpu):
+    """Also on a CPU."""
     always(8, 8)
     monkeypatch.setattr(default_spmm, "_may_use_chunks", lambda structure, b: b.dim() == 2)
 

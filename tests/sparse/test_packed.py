@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from common import layout_references
 from matmuls import plan
 from matmuls.device import H200, has_hopper_kernels
 from matmuls.nn import SparseLinear
@@ -40,6 +41,7 @@ def draw(rows, columns, density, device, dtype=torch.float16, index=torch.int32)
 
 def pack(crow, col, values, columns, order=None, in_order=False):
     units = int(_ops.csr_packed_units(crow, col, columns, in_order).item())
+    assert units == layout_references.packed_units(crow.cpu(), col.cpu(), columns, in_order).item()
     return _ops.csr_packed(crow, col, values, columns, units, order, in_order)
 
 
@@ -73,12 +75,13 @@ def assert_right(result, dense, b):
     assert_within(result, truth_of(dense, b))
 
 
+@pytest.mark.cuda
 @pytest.mark.parametrize(("rows", "columns", "density"), SHAPES)
 @pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("in_order", [False, True])
-def test_every_nonzero_lies_where_its_lane_reads_it(rows, columns, density, index, dtype, in_order, device):
-    dense, crow, col, values = draw(rows, columns, density, device, dtype, index)
+def test_every_nonzero_lies_where_its_lane_reads_it(rows, columns, density, index, dtype, in_order):
+    dense, crow, col, values = draw(rows, columns, density, "cuda", dtype, index)
     packed = pack(crow, col, values, columns, in_order=in_order).cpu()
     down, across = -(-rows // 256) * 4, -(-columns // 256) * 4
     assert packed.shape[0] == down * across
@@ -106,22 +109,25 @@ def test_every_nonzero_lies_where_its_lane_reads_it(rows, columns, density, inde
     assert packed.shape[1] == -(-(HEADS + 4 * most) // 16) * 8
 
 
-def test_values_with_a_permutation(device):
-    _, crow, col, values = draw(130, 200, 0.3, device)
-    order = torch.randperm(values.numel()).int().to(device)
+@pytest.mark.cuda
+def test_values_with_a_permutation():
+    _, crow, col, values = draw(130, 200, 0.3, "cuda")
+    order = torch.randperm(values.numel()).int().to("cuda")
     straight, ordered = pack(crow, col, values[order], 200), pack(crow, col, values, 200, order)
     assert torch.equal(straight.view(torch.int32), ordered.view(torch.int32))  # as integers, because headers may be NaN
 
 
-def test_a_too_small_tile_is_not_overrun(device):
-    _, crow, col, values = draw(64, 64, 1.0, device)
+@pytest.mark.cuda
+def test_a_too_small_tile_is_not_overrun():
+    _, crow, col, values = draw(64, 64, 1.0, "cuda")
     packed = _ops.csr_packed(crow, col, values, 64, HEADS // 16 + 1)
     assert packed.shape == (16, HEADS // 2 + 8)
     assert torch.equal(packed[0, HEADS // 2 :], pack(crow, col, values, 64)[0, HEADS // 2 : HEADS // 2 + 8])
 
 
-def test_mismatched_operands_raise(device):
-    _, crow, col, values = draw(64, 64, 0.5, device)
+@pytest.mark.cuda
+def test_mismatched_operands_raise():
+    _, crow, col, values = draw(64, 64, 0.5, "cuda")
     with pytest.raises(ValueError, match="csr_packed: expected at most 32768 columns"):
         _ops.csr_packed_units(crow, col, 32769)
     with pytest.raises(ValueError, match=r"csr_packed: expected .* values in Half or BFloat16"):
@@ -131,27 +137,26 @@ def test_mismatched_operands_raise(device):
     for units in (0, 31, 545):
         with pytest.raises(ValueError, match=f"expected tiles of 32 to 544 units, got {units}"):
             _ops.csr_packed(crow, col, values, 64, units)
-    if device == "cuda" and has_hopper_kernels(torch.device("cuda")):
-        packed, b = pack(crow, col, values, 64), torch.randn(64, 8, device=device).half()
+    if has_hopper_kernels(torch.device("cuda")):
+        packed, b = pack(crow, col, values, 64), torch.randn(64, 8, device="cuda").half()
         for bad in (packed[1:], packed.bfloat16(), packed[:, 1:], packed.cpu()):
             with pytest.raises(ValueError, match="spmm: expected what csr_packed made of this matrix"):
                 multiply(bad, crow, col, values, b)
 
 
+@pytest.mark.cuda
 @pytest.mark.parametrize(
     ("rows", "columns", "density"), [*SHAPES, (2048, 4096, 0.2), (700, 136, 0.05), (4096, 768, 0.1), (513, 9000, 0.3)]
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_products(rows, columns, density, dtype, device):
-    if device == "cpu" and rows * columns > 200_000:
-        pytest.skip("by rows on a CPU: smaller ones tell as much")
-    dense, crow, col, values = draw(rows, columns, density, device, dtype)
+def test_products(rows, columns, density, dtype):
+    dense, crow, col, values = draw(rows, columns, density, "cuda", dtype)
     packed = pack(crow, col, values, columns)
-    wide = torch.randn(columns, 200, device=device).to(dtype)
+    wide = torch.randn(columns, 200, device="cuda").to(dtype)
     truth = truth_of(dense, wide)
     for n in (8, 16, 24, 32, 40, 64, 72, 128, 200):
         b = wide[:, :n].contiguous()
-        torch.empty(rows * n, device=device, dtype=dtype).fill_(torch.nan)  # memory that the result may reuse
+        torch.empty(rows * n, device="cuda", dtype=dtype).fill_(torch.nan)  # memory that the result may reuse
         result = multiply(packed, crow, col, values, b)
         assert_within(result, truth[..., :n])
         assert all(torch.equal(multiply(packed, crow, col, values, b), result) for _ in range(3))
@@ -161,6 +166,7 @@ def test_products(rows, columns, density, dtype, device):
     assert_within(multiply(packed, crow, col, values, wide[:, :32].mT.contiguous().mT), truth[..., :32])
 
 
+@pytest.mark.cuda
 @pytest.mark.parametrize(
     ("rows", "columns", "density"),
     [
@@ -176,17 +182,15 @@ def test_products(rows, columns, density, dtype, device):
     ],
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_linear(rows, columns, density, dtype, device):
-    if device == "cpu" and rows * columns > 200_000:
-        pytest.skip("by rows on a CPU: smaller ones tell as much")
-    dense, crow, col, values = draw(rows, columns, density, device, dtype)
-    packed, bias = pack(crow, col, values, columns, in_order=True), torch.randn(rows, device=device).to(dtype)
-    wide = torch.randn(200, 2 * columns, device=device).to(dtype)
+def test_linear(rows, columns, density, dtype):
+    dense, crow, col, values = draw(rows, columns, density, "cuda", dtype)
+    packed, bias = pack(crow, col, values, columns, in_order=True), torch.randn(rows, device="cuda").to(dtype)
+    wide = torch.randn(200, 2 * columns, device="cuda").to(dtype)
     for all_of_x in (wide[:, :columns].contiguous(), wide[:, columns:], wide[:, ::2]):  # the last one is copied
         truth = truth_of(dense, all_of_x.mT)
         for n in (1, 3, 8, 13, 16, 32, 40, 64, 72, 128, 200):
             x = all_of_x[:n]
-            torch.empty(rows * n, device=device, dtype=dtype).fill_(torch.nan)  # memory that the result may reuse
+            torch.empty(rows * n, device="cuda", dtype=dtype).fill_(torch.nan)  # memory that the result may reuse
             y = _ops.csr_linear_packed(packed, crow, col, values, x, columns)
             assert y.is_contiguous()
             assert_within(y.mT, truth[..., :n])
@@ -196,6 +200,7 @@ def test_linear(rows, columns, density, dtype, device):
 
 
 @pytest.mark.parametrize("fastest", [select.PACKED_MMA_LINEAR, select.DENSE])
+@pytest.mark.usefixtures("layouts_on_cpu")
 def test_linear_layers_take_it(fastest, monkeypatch, device):
     """A SparseLinear takes what its size says, without a gradient, in a graph too."""
     if device == "cuda" and not has_hopper_kernels(torch.device("cuda")):
@@ -246,11 +251,12 @@ def test_linear_layers_take_it(fastest, monkeypatch, device):
             assert torch.equal(y, layer(x))
 
 
-def test_non_finite_values_stay_in_their_column(device):
-    dense, crow, col, values = draw(200, 104, 0.5, device)
+@pytest.mark.cuda
+def test_non_finite_values_stay_in_their_column():
+    dense, crow, col, values = draw(200, 104, 0.5, "cuda")
     packed = pack(crow, col, values, 104)
     for n in (8, 16, 32, 64):
-        b = torch.randn(104, n, device=device).half()
+        b = torch.randn(104, n, device="cuda").half()
         b[7, 3], b[50, 4], b[103, 7] = torch.nan, torch.inf, -torch.inf
         result = multiply(packed, crow, col, values, b)
         for row, column in ((7, 3), (50, 4), (103, 7)):
@@ -259,11 +265,12 @@ def test_non_finite_values_stay_in_their_column(device):
         assert result[:, others].isfinite().all()
 
 
-def test_gradients_equal_the_row_kernels(device):
-    dense, crow, col, values = draw(50, 64, 0.3, device)
+@pytest.mark.cuda
+def test_gradients_equal_the_row_kernels():
+    dense, crow, col, values = draw(50, 64, 0.3, "cuda")
     packed = pack(crow, col, values, 64)
-    values, b = values.clone().requires_grad_(), torch.randn(64, 32, device=device).half().requires_grad_()
-    grad = torch.randn(50, 32, device=device).half()
+    values, b = values.clone().requires_grad_(), torch.randn(64, 32, device="cuda").half().requires_grad_()
+    grad = torch.randn(50, 32, device="cuda").half()
     to_values, to_b = torch.autograd.grad(multiply(packed, crow, col, values, b), (values, b), grad)
     torch.testing.assert_close(to_b.float(), dense.float().mT @ grad.float(), atol=2e-2, rtol=2e-3)
     expected = (grad.float() @ b.detach().float().mT)[dense != 0]
@@ -277,7 +284,7 @@ def test_estimates():
         _, crow, col, values = draw(512, 512, density, "cpu")
         s = plan(torch.sparse_csr_tensor(crow, col, values, (512, 512)))._pattern
         expected = expected_units(s)
-        assert 0.95 * expected < int(_ops.csr_packed_units(crow, col, 512)) <= expected
+        assert 0.95 * expected < int(layout_references.packed_units(crow, col, 512)) <= expected
         assert expected <= (HEADS + 4 * PAIRS) // 16
         times = [us_packed_mma(s, n) for n in (8, 64, 128, 256, 512)]
         assert times == sorted(times)
@@ -294,6 +301,7 @@ def packed_wins(monkeypatch, device):
     monkeypatch.setattr(selector.Selector, "_estimates", lambda *_: {select.DEFAULT: 1.0, select.PACKED_MMA: 1e-6})
 
 
+@pytest.mark.usefixtures("layouts_on_cpu")
 def test_a_plan_follows_its_values(packed_wins, device):
     dense, crow, col, values = draw(300, 400, 0.2, device)
     made = plan(torch.sparse_csr_tensor(crow, col, values, dense.shape), constant=True)
@@ -326,6 +334,7 @@ def test_graphs_see_changed_values(packed_wins):
                 assert torch.equal(y, first)
 
 
+@pytest.mark.usefixtures("layouts_on_cpu")
 def test_uneven_matrices_are_refused(device):
     """With all nonzeros in few tiles, the padding of the others would be loaded for nothing."""
     dense = torch.zeros(1024, 1024, device=device, dtype=torch.float16)
@@ -381,6 +390,7 @@ def test_what_a_linear_layer_takes(monkeypatch):
     assert fastest(256, 4096, 0.1, 8) == select.DEFAULT  # of so few rows sizes say little
 
 
+@pytest.mark.usefixtures("layouts_on_cpu")
 def test_dense_if_packing_is_refused(monkeypatch, device):
     """All nonzeros lie in few tiles, which estimates do not know."""
     dense = torch.zeros(1024, 1024, device=device, dtype=torch.float16)

@@ -290,14 +290,3 @@ def test_a_plan_pickled_after_its_indices_were_written_over_is_refused():
     kept = pickle.dumps(made)
     with pytest.raises(ValueError, match="columns from 0 to 8"):
         pickle.loads(kept)
-
-
-def test_a_plan_pickled_by_a_version_without_blocks():
-    dense = draw_sparse(6, 9, 0.5)
-    made = plan(dense.to_sparse_csr())
-    state = {k: v for k, v in made._pattern.__dict__.items() if k not in ("blocks", "_narrow")}
-    made._pattern.__dict__.clear()
-    made._pattern.__setstate__(state)
-    x = torch.randn(9, 4)
-    torch.testing.assert_close(made @ x, dense @ x)
-    assert made.nbytes > 0

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from common import layout_references
 from custom_mm.indices import Check
 from matmuls import plan, spmm
 from matmuls.device import Memory
@@ -37,27 +38,18 @@ def grid(side, device, *, scrambled, keep=1.0):
     return crow.to(device), col[order].int().to(device)
 
 
-def regions_of(crow, col, size, rounds):
-    crow, col = crow.tolist(), col.tolist()
-    found = [row // size if row % size == 0 else -1 for row in range(len(crow) - 1)]
-    for _ in range(rounds):
-        before = list(found)
-        for row, own in enumerate(before):
-            if own < 0:
-                found[row] = max((before[c] for c in col[crow[row] : crow[row + 1]]), default=-1)
-    return torch.tensor([row // size if own < 0 else own for row, own in enumerate(found)], dtype=torch.int32)
-
-
+@pytest.mark.cuda
 @pytest.mark.parametrize("keep", [1.0, 0.4])  # at 0.4 some rows have no path to others
 @pytest.mark.parametrize(("size", "rounds"), [(1, 1), (7, 1), (50, 2), (50, 7), (300, 40), (10_000, 3)])
-def test_regions(size, rounds, keep, device):
-    crow, col = grid(23, device, scrambled=True, keep=keep)
+def test_regions(size, rounds, keep):
+    crow, col = grid(23, "cuda", scrambled=True, keep=keep)
     made = _ops.csr_regions(crow, col, 23 * 23, size, rounds)
-    assert torch.equal(made.cpu(), regions_of(crow, col, size, rounds))
+    assert torch.equal(made.cpu(), layout_references.regions(crow.cpu(), col.cpu(), 23 * 23, size, rounds))
 
 
-def test_regions_of_empty_and_non_square_matrices(device):
-    crow, col = grid(5, device, scrambled=False)
+@pytest.mark.cuda
+def test_regions_of_empty_and_non_square_matrices():
+    crow, col = grid(5, "cuda", scrambled=False)
     empty = crow[:1].clone()
     assert _ops.csr_regions(empty, col[:0], 0, 4, 3).shape == (0,)
     for bad in ((crow, col, 26), (crow.long(), col.long(), 25)):
@@ -88,7 +80,7 @@ def test_count_of_rows_that_start_far_from_the_diagonal(index, device):
 
 
 @pytest.fixture
-def small(monkeypatch):
+def small(monkeypatch, layouts_on_cpu):
     """Regions, and rows on their way at once, for matrices of a few hundred rows."""
     monkeypatch.setattr(reordered, "REGION_ROWS", 64)
     monkeypatch.setattr(reordered, "AT_ONCE", 64)
@@ -123,23 +115,24 @@ def test_a_grid_in_order_is_left_so(device, small):
     assert reordered.reorder(*grid(40, device, scrambled=False), *SIZES) is None
 
 
-def test_the_rows_of_b_that_windows_read(device, small):
-    crow, col = grid(60, device, scrambled=True)
-    order = torch.randperm(3600, device=device, dtype=torch.int32)
-    row = torch.repeat_interleave(torch.arange(3600, device=device), crow.diff().long())
-    place = torch.empty_like(order).scatter_(0, order.long(), torch.arange(3600, device=device, dtype=torch.int32))
-    for given, at in ((None, row), (order, place[row])):
+@pytest.mark.cuda
+def test_the_rows_of_b_that_windows_read(small):
+    crow, col = grid(60, "cuda", scrambled=True)
+    order = torch.randperm(3600, device="cuda", dtype=torch.int32)
+    for given in (None, order):
         for at_once, every in ((64, 1), (64, 3), (1000, 2), (1, 1), (5000, 4)):
-            windows = (at // at_once).tolist()
-            pairs = {(w, c) for w, c in zip(windows, col.tolist(), strict=True) if w % every == 0}
-            assert _ops.csr_reads(crow, col, 3600, at_once, every, given).item() == len(pairs)
+            expected = layout_references.reads(
+                crow.cpu(), col.cpu(), 3600, at_once, every, None if given is None else given.cpu()
+            )
+            assert torch.equal(_ops.csr_reads(crow, col, 3600, at_once, every, given).cpu(), expected)
 
 
-def test_reordered_rows(device):
-    crow, col = grid(20, device, scrambled=True, keep=0.5)
-    order = torch.randperm(400, device=device, dtype=torch.int32)
+@pytest.mark.cuda
+def test_reordered_rows():
+    crow, col = grid(20, "cuda", scrambled=True, keep=0.5)
+    order = torch.randperm(400, device="cuda", dtype=torch.int32)
     new_crow, new_col, place = _ops.csr_reorder(crow, col, order)
-    dense = torch.sparse_csr_tensor(crow, col, torch.arange(1.0, len(col) + 1, device=device), (400, 400)).to_dense()
+    dense = torch.sparse_csr_tensor(crow, col, torch.arange(1.0, len(col) + 1, device="cuda"), (400, 400)).to_dense()
     moved = torch.sparse_csr_tensor(new_crow, new_col, place + 1.0, (400, 400)).to_dense()
     assert torch.equal(moved, dense[order.long()])
     for bad in (order[:7], order.long(), order[:, None]):
@@ -156,33 +149,35 @@ def multiply(made, crow, col, values, b):
     return _ops.csr_spmm_chunks(*cuts, crow, col, values, b, len(crow) - 1, chunks.slots, None, -1, made.col, moved)
 
 
+@pytest.mark.cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("sizes", [SIZES, (8, 3)], ids=str)
-def test_products_equal_those_in_the_original_order(sizes, dtype, device, small):
-    crow, col = grid(40, device, scrambled=True, keep=0.8)
-    values = torch.randn(len(col), device=device).to(dtype)
+def test_products_equal_those_in_the_original_order(sizes, dtype, small):
+    crow, col = grid(40, "cuda", scrambled=True, keep=0.8)
+    values = torch.randn(len(col), device="cuda").to(dtype)
     made, of_rows = reordered.reorder(crow, col, *sizes), chunks_of(crow, col, *sizes)
     for n in (8, 64, 136, 520):
-        b = torch.randn(1600, n, device=device).to(dtype)
+        b = torch.randn(1600, n, device="cuda").to(dtype)
         expected = _ops.csr_spmm_chunks(
             of_rows.begins, of_rows.ends, of_rows.cut, of_rows.empty, crow, col, values, b, 1600, of_rows.slots
         )
         torch.empty_like(expected).fill_(torch.nan)  # memory that the result may reuse
         assert torch.equal(multiply(made, crow, col, values, b), expected)
-    for b in (torch.randn(1600, 7, device=device).to(dtype), torch.randn(1600, 72, device=device).to(dtype)[:, 1:65]):
+    for b in (torch.randn(1600, 7, device="cuda").to(dtype), torch.randn(1600, 72, device="cuda").to(dtype)[:, 1:65]):
         by_rows = _ops.csr_spmm(crow, col, values, b, 1600)
         assert torch.equal(multiply(made, crow, col, values, b), by_rows)
-    b = torch.randn(1600, 16, device=device).to(dtype).requires_grad_()
+    b = torch.randn(1600, 16, device="cuda").to(dtype).requires_grad_()
     (to_b,) = torch.autograd.grad(multiply(made, crow, col, values, b).sum(), b)
     (expected,) = torch.autograd.grad(_ops.csr_spmm(crow, col, values, b, 1600).sum(), b)
     assert torch.equal(to_b, expected)
 
 
-def test_columns_without_values_are_refused(device, small):
-    crow, col = grid(40, device, scrambled=True)
+@pytest.mark.cuda
+def test_columns_without_values_are_refused(small):
+    crow, col = grid(40, "cuda", scrambled=True)
     chunks = reordered.reorder(crow, col, *SIZES).chunks
     cuts = chunks.begins, chunks.ends, chunks.cut, chunks.empty
-    parts = crow, col, torch.randn(len(col), device=device), torch.randn(1600, 8, device=device), 1600, chunks.slots
+    parts = crow, col, torch.randn(len(col), device="cuda"), torch.randn(1600, 8, device="cuda"), 1600, chunks.slots
     with pytest.raises(ValueError, match="expected chunk_col and chunk_values together"):
         _ops.csr_spmm_chunks(*cuts, *parts, None, -1, col)
 
@@ -207,8 +202,8 @@ def small_cache(monkeypatch):
 
 
 @pytest.fixture
-def reordering(small_cache, monkeypatch):
-    """On a CPU too, where nothing is scattered and the operator goes by rows."""
+def reordering(small_cache, monkeypatch, layouts_on_cpu):
+    """On a CPU too, where nothing is scattered."""
     monkeypatch.setattr(selector, "is_scattered", lambda f: f.device.type == "cpu" or select.is_scattered(f))
 
 

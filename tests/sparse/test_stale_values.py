@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from matmuls import plan, sparse, timing
+from matmuls import plan, timing
 from matmuls.nn import SparseLinear
 from matmuls.sparse import layouts, race, selector
 
@@ -247,21 +247,6 @@ def test_a_frozen_layer(device):
     assert layer.freeze().unfreeze().values.requires_grad
     assert "frozen" not in repr(layer)
     layer(x).sum().backward()
-
-
-def test_older_pickles_are_not_constant():
-    """Plans of older versions kept copies without `constant`."""
-    dense, b = draw("cpu")
-    made = plan(dense.to_sparse_csr())
-    state = {"_structure": made._pattern, "_values": made.values, "shape": made.shape, "_source": None, "_bound": None}
-    state |= {"_stays": True, "_generation": 3, "_seen": 0}
-    state["_choice"] = selector.Selector(made._pattern, products=70)
-    older = sparse.SparsePlan.__new__(sparse.SparsePlan)
-    older.__setstate__(state)
-    assert not older._selector.constant
-    older @ b
-    older.values.data.mul_(3)
-    torch.testing.assert_close(older @ b, 3 * dense @ b, atol=3e-4, rtol=1e-4)
 
 
 @pytest.mark.cuda

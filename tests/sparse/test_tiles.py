@@ -38,9 +38,10 @@ def lay_out(crow, col, values, columns, layout, order=None):
     return heads, slots, *entries
 
 
+@pytest.mark.cuda
 @pytest.mark.parametrize(("rows", "columns", "density", "layout"), LAID_OUT, ids=str)
-def test_every_nonzero_lies_where_its_step_reads_it(rows, columns, density, layout, device):
-    dense, crow, col, values = draw(rows, columns, density, device)
+def test_every_nonzero_lies_where_its_step_reads_it(rows, columns, density, layout):
+    dense, crow, col, values = draw(rows, columns, density, "cuda")
     tiles, panels, lanes = layout
     heads, slots, places, packed = (t.cpu() for t in lay_out(crow, col, values, columns, layout))
     of_slice, tile_rows, panel_rows = 32 // lanes, -(-columns // (4 * tiles)) * 4, -(-rows // panels)
@@ -73,17 +74,19 @@ def test_every_nonzero_lies_where_its_step_reads_it(rows, columns, density, layo
     assert places.numel() == packed.numel() == (step + 1) * 64
 
 
-def test_values_with_a_permutation(device):
-    _, crow, col, values = draw(50, 64, 0.3, device)
-    order = torch.randperm(values.numel()).int().to(device)
+@pytest.mark.cuda
+def test_values_with_a_permutation():
+    _, crow, col, values = draw(50, 64, 0.3, "cuda")
+    order = torch.randperm(values.numel()).int().to("cuda")
     straight = lay_out(crow, col, values[order], 64, (2, 3, 4))
     assert all(
         torch.equal(x, y) for x, y in zip(straight, lay_out(crow, col, values, 64, (2, 3, 4), order), strict=True)
     )
 
 
-def test_mismatched_operands_raise(device):
-    _, crow, col, values = draw(50, 64, 0.3, device)
+@pytest.mark.cuda
+def test_mismatched_operands_raise():
+    _, crow, col, values = draw(50, 64, 0.3, "cuda")
     for bad in ((0, 3, 4), (9, 3, 4), (2, 51, 4), (2, 3, 5)):
         with pytest.raises(ValueError, match="csr_tiles: expected rows, columns, 1 to 8 tiles"):
             _ops.csr_tiles(crow, col, 64, *bad)
@@ -106,6 +109,7 @@ def assert_right(result, dense, b):
     assert ((result.double() - truth).abs() <= 2**-21 * size).all()
 
 
+@pytest.mark.cuda
 @pytest.mark.parametrize(
     ("rows", "columns", "density", "layout"),
     [
@@ -118,24 +122,25 @@ def assert_right(result, dense, b):
     ],
     ids=str,
 )
-def test_products(rows, columns, density, layout, device):
-    dense, crow, col, values = draw(rows, columns, density, device)
+def test_products(rows, columns, density, layout):
+    dense, crow, col, values = draw(rows, columns, density, "cuda")
     parts = lay_out(crow, col, values, columns, layout)
     for n in (4, 8, 24, 32, 40, 64, 100, 128, 512):
-        b = torch.randn(columns, n, device=device)
-        torch.empty(rows * n, device=device).fill_(torch.nan)  # memory that the result may reuse
+        b = torch.randn(columns, n, device="cuda")
+        torch.empty(rows * n, device="cuda").fill_(torch.nan)  # memory that the result may reuse
         result = multiply(parts, crow, col, values, b, layout)
         assert_right(result, dense, b)
         assert all(torch.equal(multiply(parts, crow, col, values, b, layout), result) for _ in range(3))
-    wide = torch.randn(columns, 200, device=device)
+    wide = torch.randn(columns, 200, device="cuda")
     for b in (wide[:, 8:72], wide[:, 1:65], wide[:, :7]):  # the last two are not 16-byte aligned: row kernel
         assert_right(multiply(parts, crow, col, values, b, layout), dense, b)
 
 
+@pytest.mark.cuda
 @pytest.mark.parametrize("layout", [(1, 3, 4), (2, 5, 2), (3, 1, 8)], ids=str)
-def test_non_finite_values_stay_in_their_rows(layout, device):
-    dense, crow, col, values = draw(200, 100, 0.05, device)
-    b = torch.randn(100, 32, device=device)
+def test_non_finite_values_stay_in_their_rows(layout):
+    dense, crow, col, values = draw(200, 100, 0.05, "cuda")
+    b = torch.randn(100, 32, device="cuda")
     b[7, 3], b[50, 4], b[0, 9], b[99, 10] = torch.nan, torch.inf, torch.nan, torch.inf
     result = multiply(lay_out(crow, col, values, 100, layout), crow, col, values, b, layout)
     for row, column in ((7, 3), (50, 4), (0, 9), (99, 10)):
@@ -143,11 +148,12 @@ def test_non_finite_values_stay_in_their_rows(layout, device):
     assert result.isfinite().sum() == result.numel() - sum(int((dense[:, r] != 0).sum()) for r in (7, 50, 0, 99))
 
 
-def test_gradients_equal_the_row_kernels(device):
-    dense, crow, col, values = draw(50, 64, 0.3, device)
+@pytest.mark.cuda
+def test_gradients_equal_the_row_kernels():
+    dense, crow, col, values = draw(50, 64, 0.3, "cuda")
     parts = lay_out(crow, col, values, 64, (2, 3, 4))
-    values, b = values.clone().requires_grad_(), torch.randn(64, 32, device=device, requires_grad=True)
-    grad = torch.randn(50, 32, device=device)
+    values, b = values.clone().requires_grad_(), torch.randn(64, 32, device="cuda", requires_grad=True)
+    grad = torch.randn(50, 32, device="cuda")
     to_values, to_b = torch.autograd.grad(multiply(parts, crow, col, values, b, (2, 3, 4)), (values, b), grad)
     torch.testing.assert_close(to_b, dense.mT @ grad)
     torch.testing.assert_close(to_values, (grad @ b.detach().mT)[dense != 0])

@@ -4,7 +4,6 @@ process, as a wrong index could end it.
 Usage: python damaged_plans.py LOG. LOG gets a line before each load: its last line names what ended the process.
 """
 
-import copyreg
 import faulthandler
 import io
 import pickle
@@ -14,10 +13,8 @@ import warnings
 import torch
 
 from matmuls import plan, plan_solve, plan_spgemm
-from matmuls.sparse.csr_pattern import Blocks, CsrPattern
+from matmuls.sparse.pickled import reduced
 from matmuls.sparse.plan import SparsePlan
-from matmuls.sparse.prepared import PreparedCalls
-from matmuls.sparse.selector import Selector
 
 ROWS, COLUMNS = 32, 48
 REFUSED = (ValueError, RuntimeError, TypeError, IndexError, KeyError, AttributeError, OverflowError)
@@ -99,57 +96,39 @@ def damaged(value):
     yield value
 
 
-OLDER = "_transposed", "_chunks", "_reordered", "_narrow", "_t", "_reverse", "longest", "longest_column", "far"
+def fields(x, path=()):
+    """Every value that a pickle holds, within tuples too, with the way to it."""
+    if path:
+        yield path, x
+    if isinstance(x, tuple):
+        for i, one in enumerate(x):
+            yield from fields(one, (*path, i))
 
 
-def fields(made):
-    """The owner in the pickled plan, by its class, and the name of each field, with its value."""
-    p = made._pattern
-    for name in ("crow", "col", "order", "rows", "columns", "batch"):
-        yield CsrPattern, name, getattr(p, name)
-    for name in OLDER:  # pickles of earlier versions have them
-        yield CsrPattern, name, p._transposed if name == "_transposed" else 7
-    if p.blocks is not None:
-        for name in ("height", "width"):
-            yield Blocks, name, getattr(p.blocks, name)
-    yield PreparedCalls, "values", made._prepared.values
-    for name in ("source", "values_shape"):
-        yield PreparedCalls, name, getattr(made._prepared, name)
-    yield Selector, "products", 50
-    yield Selector, "constant", False
-    yield type(made), "shape", made.shape
+def replaced(x, path, value):
+    if not path:
+        return value
+    return (*x[: path[0]], replaced(x[path[0]], path[1:], value), *x[path[0] + 1 :])
 
 
 class Damaging(pickle.Pickler):
-    """Pickles an object with a field of the first object of a class replaced. Plans are pickled by their state, as
-    earlier versions did and as other plans hold their patterns."""
+    """Pickles an object with a value of the first plan in it replaced."""
 
-    def __init__(self, file, owner, name, value):
+    def __init__(self, file, path, value):
         super().__init__(file)
-        self._owner, self._name, self._value, self._done = owner, name, value, False
+        self._path, self._value, self._done = path, value, False
 
     def reducer_override(self, found):
-        if type(found) is SparsePlan and (self._owner is not SparsePlan or self._done):
-            return copyreg.__newobj__, (SparsePlan,), found.__dict__.copy()
-        if type(found) is not self._owner or self._done:
+        if type(found) is not SparsePlan or self._done:
             return NotImplemented
         self._done = True
-        if self._owner is Selector:
-            options = {"products": found.products, "constant": found.constant} | {self._name: self._value}
-            return _selector, (found._pattern, options)
-        if self._owner is SparsePlan:
-            return copyreg.__newobj__, (SparsePlan,), found.__dict__ | {self._name: self._value}
-        parts = found.__reduce_ex__(2)
-        return copyreg.__newobj__, parts[1], {**parts[2], self._name: self._value}
+        function, given = reduced(found)
+        return function, replaced(given, self._path, self._value)
 
 
-def _selector(pattern, options):
-    return Selector(pattern, **options)
-
-
-def reloaded(made, owner, name, value):
+def reloaded(made, path, value):
     file = io.BytesIO()
-    Damaging(file, owner, name, value).dump(made)
+    Damaging(file, path, value).dump(made)
     return pickle.loads(file.getvalue())
 
 
@@ -189,12 +168,12 @@ def main(log):
     checked = [(kind, made, made, products) for kind, made in plans().items()]
     checked += [(type(made).__name__, made, made.a, check_other) for made in others()]
     for kind, made, inner, check in checked:
-        for owner, name, value in fields(inner):
+        for path, value in fields(reduced(inner)[1]):
             for i, wrong in enumerate(damaged(value)):
-                log.write(f"{kind} {owner.__name__}.{name} {i} {wrong!r:.200}\n")
+                log.write(f"{kind} {path} {i} {wrong!r:.200}\n")
                 log.flush()
                 try:
-                    check(reloaded(made, owner, name, wrong))
+                    check(reloaded(made, path, wrong))
                     right += 1
                 except REFUSED:
                     refused += 1

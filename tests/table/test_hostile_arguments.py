@@ -49,7 +49,6 @@ def csr(rows=10, columns=10, nonzeros=12, dtype=torch.int64):
 def named_calls():
     ops = torch.ops.custom_mm
     crow, col, values = csr()
-    crow32, col32, _ = csr(dtype=torch.int32)
     bad = col.clone()
     bad[3] = 2**40
     longer, dense = torch.cat([crow, crow[-1:] + 5]), torch.randn(10, 4)
@@ -63,12 +62,6 @@ def named_calls():
     return {
         "csr_transpose of fewer columns": lambda: ops.csr_transpose(crow, col, 2),
         "csr_transpose of an index beyond": lambda: ops.csr_transpose(crow, bad, 10),
-        "csr_halves of longer offsets": lambda: ops.csr_halves(longer, col, values, 10),
-        "csr_packed_units without columns": lambda: ops.csr_packed_units(crow, col, 0),
-        "csr_packed without columns": lambda: ops.csr_packed(crow, col, values.half(), 0, 64),
-        "csr_reorder of shorter indices": lambda: ops.csr_reorder(crow32, col32[:5], torch.arange(10).int()),
-        "csr_reorder without indices": lambda: ops.csr_reorder(crow32, col32[:0], torch.arange(10).int()),
-        "csr_reorder of rows twice": lambda: ops.csr_reorder(crow32, col32, torch.zeros(10).int()),
         "csr_sddmm of longer indices": lambda: ops.csr_sddmm(crow, torch.cat([col, col]), dense, dense, 10),
         "cusparse_sddmm of an index beyond": lambda: ops.cusparse_sddmm(crow, bad, dense, dense.mT.contiguous()),
         "csr_spmm_arg of an index beyond": lambda: ops.csr_spmm_arg(crow, bad, values, dense, 10, "max"),
@@ -78,9 +71,6 @@ def named_calls():
             crow, col, values, dense, False, True, t_crow=crow[:0], t_col=col, t_order=col
         ),
         "csr_softmax of longer offsets": lambda: ops.csr_softmax(longer, values),
-        "csr_tile_entries of other tiles": lambda: ops.csr_tile_entries(
-            torch.full((1, 1, 2, 4), -7).int(), torch.zeros(1, 1, 16, 3).int(), crow32, col32, values, 10, 4, 1
-        ),
         "masked_ffn_backward of a longer list": lambda: ops.masked_ffn_backward(
             x, x, w, w.mT, w, w, w.mT, w, rows, counts, None, needs
         ),
@@ -128,6 +118,17 @@ def test_calls_that_once_crashed_raise(name):
     call = named_calls()[name]
     with pytest.raises((RuntimeError, ValueError), match=r"expected|out of range|out of bounds"):
         call()
+
+
+def test_layouts_of_a_gpu_are_refused_on_a_cpu():
+    with hostile_calls.Recorder(1) as recorder:
+        hostile_calls.of_a_gpu(*hostile_calls.meta_matrix())
+    assert len(recorder.bases) == 15
+    for (base,) in recorder.bases.values():
+        on_cpu = [torch.zeros_like(x, device="cpu") if isinstance(x, torch.Tensor) else x for x in base.args]
+        name = base.operator.name().removeprefix("custom_mm::")
+        with pytest.raises(NotImplementedError, match=f"^{name}: expected tensors on a GPU, got them on a CPU"):
+            base.operator(*on_cpu)
 
 
 def test_the_largest_piece_sizes_give_one_piece():

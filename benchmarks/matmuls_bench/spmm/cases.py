@@ -4,13 +4,22 @@ import json
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
-from matmuls.sparse.select import OLD_NAMES
+from matmuls.sparse import names
 
 from .. import machine
 
 PLAN, PLANLESS, TORCH, SCIPY, DENSE = "plan", "without a plan", "torch.sparse", "scipy", "dense"
 SEMI = "torch 2:4"
 NOT_INSTALLED = "not installed"
+# Names of kernels in results of earlier versions.
+FORMER_NAMES = {
+    "ours": names.DEFAULT,
+    "dense in halves": names.FP16X2,
+    "two of four": names.SPARSE24,
+    "tiles in shared memory": names.SMEM_TILES,
+    "packed on tensor cores": names.PACKED_MMA,
+    "rows reordered": names.REORDERED,
+}
 
 
 @dataclass(frozen=True)
@@ -107,5 +116,5 @@ def load(path: Path) -> list[Case]:
     cases = json.loads(path.read_text(encoding="utf-8"))["cases"]
     for c in cases:
         c["results"], c["backward"] = ({n: Result(**r) for n, r in c[k].items()} for k in ("results", "backward"))
-        c["chosen"] = OLD_NAMES.get(c["chosen"], c["chosen"])
+        c["chosen"] = FORMER_NAMES.get(c["chosen"], c["chosen"])
     return [Case(**{name: c[name] for name in known & c.keys()}) for c in cases]

@@ -112,6 +112,19 @@ def _spmm_opchecks(draw: Draw) -> Iterator[tuple[torch._ops.OpOverload, tuple[An
     yield _ops.csr_check.default, (s.crow, s.col, 5)
     yield _ops.csr_check_copied.default, (s.crow, s.col, 5)
     yield _ops.csr_transpose.default, (s.crow, s.col, 5)
+    if s.crow.is_cuda:
+        yield from _layout_opchecks(draw)
+    blocks, wide = draw(s.nonzeros, 16, 32).requires_grad_(), draw(5 * 32, 3).requires_grad_()
+    yield _ops.bsr_spmm.default, (s.crow, s.col, blocks, wide, 5 * 32)
+    yield _ops.bsr_spmm.default, (s.crow, s.col, blocks, wide, 5 * 32, None, False, *transposed)
+    tall = draw(6 * 16, 3).requires_grad_()
+    yield _ops.bsr_spmm.default, (*transposed[:2], blocks, tall, 6 * 16, transposed[2], True)
+    yield _ops.bsr_sddmm.default, (s.crow, s.col, tall, wide, 5 * 32, 16, 32)
+
+
+def _layout_opchecks(draw: Draw) -> Iterator[tuple[torch._ops.OpOverload, tuple[Any, ...]]]:
+    """Calls of operators that have no CPU kernel."""
+    s = _sparse_plan(draw, 6, 5)._pattern
     single, right = draw(s.nonzeros).float(), draw(5, 8).float()
     yield _ops.csr_filled.default, (s.crow, s.col, single.half(), 5)
     yield _ops.csr_halves.default, (s.crow, s.col, single, 5)
@@ -147,12 +160,6 @@ def _spmm_opchecks(draw: Draw) -> Iterator[tuple[torch._ops.OpOverload, tuple[An
     x, bias = draw(8, 5).half().requires_grad_(), draw(s.rows).half().requires_grad_()
     yield _ops.csr_linear_packed.default, (in_order, s.crow, s.col, short, x, 5)
     yield _ops.csr_linear_packed.default, (in_order, s.crow, s.col, short, x, 5, None, -1, bias)
-    blocks, wide = draw(s.nonzeros, 16, 32).requires_grad_(), draw(5 * 32, 3).requires_grad_()
-    yield _ops.bsr_spmm.default, (s.crow, s.col, blocks, wide, 5 * 32)
-    yield _ops.bsr_spmm.default, (s.crow, s.col, blocks, wide, 5 * 32, None, False, *transposed)
-    tall = draw(6 * 16, 3).requires_grad_()
-    yield _ops.bsr_spmm.default, (*transposed[:2], blocks, tall, 6 * 16, transposed[2], True)
-    yield _ops.bsr_sddmm.default, (s.crow, s.col, tall, wide, 5 * 32, 16, 32)
 
 
 def _sddmm_samples(draw: Draw) -> Iterator[Call]:

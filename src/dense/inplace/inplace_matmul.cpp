@@ -304,24 +304,8 @@ TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
   m.def("kept(Tensor a) -> Tensor", {at::Tag::pt2_compliant_tag});
 }
 
-TORCH_LIBRARY_IMPL(custom_mm, CPU, m) {
-  m.impl("matmul_", matmul_<run_cpu>);
-  m.impl("kept", kept);
-}
-#ifdef MATMULS_CUDA
-TORCH_LIBRARY_IMPL(custom_mm, CUDA, m) {
-  m.impl("matmul_", matmul_<run_cuda>);
-  m.impl("kept", kept);
-}
-#endif
-TORCH_LIBRARY_IMPL(custom_mm, Meta, m) {
-  m.impl("matmul_", inplace_meta);
-  m.impl("kept", kept);
-}
-TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) {
-  m.impl("matmul_", inplace_autograd);
-  m.impl("kept", kept_autograd);
-}
+MATMULS_KERNELS("matmul_", matmul_<run_cpu>, matmul_<run_cuda>, inplace_meta, inplace_autograd)
+MATMULS_KERNELS("kept", kept, kept, kept, kept_autograd)
 MATMULS_WRITES("matmul_", InplaceOp, 0)
 
 }  // namespace matmuls

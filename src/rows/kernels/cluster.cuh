@@ -102,12 +102,10 @@ __global__ void __launch_bounds__(kClusterThreads, 1)
 // Hands the kernel of a choice to `use`.
 template <class Op, bool ragged, class Use>
 void with_cluster(const RowChoice& c, const Use& use) {
-  constexpr int V = Op::kTraits.elements_of_vector();
-  const auto go = [&]<int NV>() { use.template operator()<RowKernel::cluster, cluster_kernel<Op, V, NV, ragged>>(); };
-  if constexpr (Op::kInputs == 2)
-    with_number<3, 4>(c, c.vectors, go);
-  else
-    with_number<5, 6, 7, 8>(c, c.vectors, go);
+  static constexpr auto kCompiled = cluster_vectors(Op::kTraits);
+  with_instance<kCompiled>(c, [&]<int NV>() {
+    use.template operator()<RowKernel::cluster, cluster_kernel<Op, Op::kTraits.elements_of_vector(), NV, ragged>>();
+  });
 }
 
 }  // namespace matmuls

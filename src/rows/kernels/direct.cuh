@@ -68,8 +68,7 @@ __global__ void __launch_bounds__(32 * kTileWarps, N <= 22            ? 8
 // Hands the kernel of a choice to `use`.
 template <class Op, class Use>
 void with_direct(const RowChoice& c, const Use& use) {
-  with_number<7, 10, 13, 16, 19, 22, 25, 28, 32>(
-      c, c.vectors, [&]<int N>() { use.template operator()<RowKernel::direct, direct_kernel<Op, N>>(); });
+  with_instance<kDirect>(c, [&]<int held>() { use.template operator()<RowKernel::direct, direct_kernel<Op, held>>(); });
 }
 
 }  // namespace matmuls

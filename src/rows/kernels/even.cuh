@@ -1,4 +1,4 @@
-// What the kernels for evenly divided rows share (even_rows, nearly_even, even_passes): no branch tests whether a
+// What the kernels for evenly divided rows share (even_rows, nearly_even): no branch tests whether a
 // vector exists, and addresses are a register plus an immediate. That halves the instructions of one_pass, which limit
 // 16-bit layer norm (8192 columns: 15 instructions per column against 34, 0.94 of a copy against 0.85).
 #pragma once

@@ -53,22 +53,16 @@ __global__ void __launch_bounds__(threads* rows_per_block, (NV > 4             ?
   if constexpr (ragged) ends.write(op, row, result);
 }
 
-// Hands the kernel of a choice to `use`, if it has this number of vectors and so on.
-template <class Op, int NV, int threads, bool exact, bool ragged = false, class Use>
-bool with_even_rows(const RowChoice& c, const Use& use) {
-  if (c.vectors != NV || c.threads != threads || c.exact != exact || c.unaligned != ragged) return false;
-  use.template
-  operator()<RowKernel::even_rows, even_rows_kernel<Op, Op::kTraits.elements_of_vector(), NV, threads,
-                                                    even_rows_per_block(threads, ragged), exact, ragged>>();
-  return true;
-}
-// The same for the kernels of unaligned rows.
-template <class Op, class Use>
-void with_unaligned_warps(const RowChoice& c, const Use& use) {
-  const auto with = [&]<int threads, int... NVs>() {
-    return (with_even_rows<Op, NVs, threads, false, true>(c, use) || ...);
-  };
-  if (!with.template operator()<16, 1, 2, 3, 4>() && !with.template operator()<32, 3, 4, 5>()) not_compiled(c);
+// Hands the kernel of a choice to `use`.
+template <class Op, bool ragged, class Use>
+void with_even_rows(const RowChoice& c, const Use& use) {
+  static constexpr std::span<const EvenRows> kCompiled =
+      ragged ? std::span<const EvenRows>(kUnalignedEven) : Op::kTraits.even;
+  with_instance<kCompiled>(c, [&]<EvenRows k>() {
+    use.template
+    operator()<RowKernel::even_rows, even_rows_kernel<Op, Op::kTraits.elements_of_vector(), k.vectors, k.threads,
+                                                      even_rows_per_block(k.threads, ragged), k.exact, ragged>>();
+  });
 }
 
 }  // namespace matmuls

@@ -42,11 +42,11 @@ __global__ void __launch_bounds__(256, NV* Op::kInputs > 5 ? 3 : 4)
   if constexpr (ragged) ends.write(op, row, result);
 }
 
-// Hands the kernel of a choice to `use`: one of those compiled for NVs vectors per thread.
-template <class Op, bool ragged, int... NVs, class Use>
+// Hands the kernel of a choice to `use`.
+template <class Op, bool ragged, class Use>
 void with_nearly_even(const RowChoice& c, const Use& use) {
   static_assert(!ragged || Op::kConstants == 0);
-  with_number<NVs...>(c, c.vectors, [&]<int NV>() {
+  with_instance<Op::kTraits.nearly_even>(c, [&]<int NV>() {
     use.template
     operator()<RowKernel::nearly_even, nearly_even_kernel<Op, Op::kTraits.elements_of_vector(), NV, ragged>>();
   });

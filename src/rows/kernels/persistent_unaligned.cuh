@@ -136,21 +136,14 @@ __global__ void __launch_bounds__(scope == Scope::block ? persistent_unaligned_t
 // Hands the kernel of a choice to `use`.
 template <class Op, class Use>
 void with_persistent_unaligned(const RowChoice& c, const Use& use) {
-  constexpr int V = Op::kTraits.elements_of_vector();
-  const auto go = [&]<int NV, Scope scope>() {
-    use.template operator()<RowKernel::persistent_unaligned, persistent_unaligned_kernel<Op, V, NV, scope>>();
+  const auto with = [&]<Scope scope>() {
+    static constexpr auto kCompiled = persistent_unaligned_vectors(Op::kTraits, scope);
+    with_instance<kCompiled>(c, [&]<int NV>() {
+      use.template operator()<RowKernel::persistent_unaligned,
+                              persistent_unaligned_kernel<Op, Op::kTraits.elements_of_vector(), NV, scope>>();
+    });
   };
-  const auto warps = [&]<int NV>() { go.template operator()<NV, Scope::warp>(); };
-  const auto block = [&]<int NV>() { go.template operator()<NV, Scope::block>(); };
-  if constexpr (Op::kColumnSums || Op::kInputs == 2) {
-    c.scope == Scope::warp ? with_number<1, 2, 3, 4>(c, c.vectors, warps) : with_number<3, 4>(c, c.vectors, block);
-  } else {
-    if (c.scope == Scope::warp) return with_number<1, 2, 3, 4, 5, 6, 7, 8>(c, c.vectors, warps);
-    if constexpr (V == 8)
-      with_number<5, 6, 8>(c, c.vectors, block);
-    else
-      with_number<4, 5, 6>(c, c.vectors, block);
-  }
+  c.scope == Scope::warp ? with.template operator()<Scope::warp>() : with.template operator()<Scope::block>();
 }
 
 }  // namespace matmuls

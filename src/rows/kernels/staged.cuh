@@ -215,34 +215,16 @@ __global__ void __launch_bounds__(32 * kTileWarps, kTileBlocks<Op, N>)
   }
 }
 
-// Hands the kernel of a choice, staged or direct, to `use`. limit: columns at most.
-template <class Op, int limit = INT_MAX, class Use>
+// Hands the kernel of a choice to `use`.
+template <class Op, class Use>
 void with_staged(const RowChoice& c, const Use& use) {
-  constexpr bool sums = Op::kColumnSums, wide = sizeof(typename Op::Storage) == 4;
-  constexpr int most = staged_columns(Op::kTraits, limit);
-  if constexpr (wide && !sums && most > 160)
-    if (c.kernel == RowKernel::direct) return with_direct<Op>(c, use);
-  const auto with = [&]<int lanes, int... Ns>() {
-    return c.lanes == lanes &&
-           ((c.vectors == Ns && (use.template operator()<RowKernel::staged, staged_kernel<Op, lanes, Ns>>(), true)) ||
-            ...);
-  };
-  if (with.template operator()<2, 4, 8>() || with.template operator()<4, 8>() || with.template operator()<8, 7, 10>())
-    return;
-  if constexpr (most > 80) {
-    if (with.template operator()<8, 13>() || with.template operator()<16, 8, 10>()) return;
-  }
-  if constexpr (most > 160 && (sums || !wide)) {
-    if (with.template operator()<16, 13>() || with.template operator()<32, 8, 10, 13>()) return;
-  }
-  if constexpr (most > 416 && !wide) {
-    if (with.template operator()<32, 16, 19>()) return;
-    if constexpr (most > 608)
-      if (with.template operator()<32, 25>()) return;
-    if constexpr (most > 800)
-      if (with.template operator()<32, 33>()) return;
-  }
-  not_compiled(c);
+  constexpr int most = staged_columns(Op::kTraits, Op::kTraits.staged);
+  with_instance<kStaged>(c, [&]<StagedRow k>() {
+    if constexpr (has_staged(Op::kTraits, most, k))
+      use.template operator()<RowKernel::staged, staged_kernel<Op, k.lanes, k.held>>();
+    else
+      not_compiled(c);
+  });
 }
 
 }  // namespace matmuls

@@ -96,17 +96,12 @@ __global__ void __launch_bounds__(kTwoPassThreads, blocks)
 template <class Op, class Use>
 void with_two_pass(const RowChoice& c, const Use& use) {
   static_assert(Op::kConstants == 0 && !Op::kColumnSums && Op::kTraits.keeps_nothing);
-  constexpr int V = Op::kTraits.elements_of_vector(), kOfCluster = Op::kInputs == 1 && V == 4 ? 4 : 3;
-  const auto with = [&]<int kept, int blocks, Scope scope>() {
-    if (c.kept_parts != kept || c.blocks_per_sm != blocks) not_compiled(c);
-    use.template operator()<RowKernel::two_pass, two_pass_kernel<Op, V, kept, blocks, scope>>();
-  };
-  if (c.scope == Scope::cluster) return with.template operator()<kOfCluster, 2, Scope::cluster>();
-  if constexpr (Op::kInputs == 2) {
-    with.template operator()<3, 2, Scope::block>();
-  } else {
-    c.kept_parts == 1 ? with.template operator()<1, 3, Scope::block>() : with.template operator()<4, 2, Scope::block>();
-  }
+  static constexpr auto kCompiled = two_pass_kernels(Op::kTraits);
+  with_instance<kCompiled>(c, [&]<TwoPass k>() {
+    use.template
+    operator()<RowKernel::two_pass,
+               two_pass_kernel<Op, Op::kTraits.elements_of_vector(), k.kept_parts, k.blocks_per_sm, k.scope>>();
+  });
 }
 
 }  // namespace matmuls

@@ -108,13 +108,6 @@ Tensor sddmm_autograd(const Tensor& offsets, const Tensor& indices, const Tensor
   return CusparseSddmmOp::below_autograd(offsets, indices, a, b, alpha);
 }
 
-template <c10::DeviceType device>
-Tensor sddmm_autocast(const Tensor& offsets, const Tensor& indices, const Tensor& a, const Tensor& b, double alpha) {
-  c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
-  const auto dtype = autocast_dtype(device);
-  return CusparseSddmmOp::call(offsets, indices, autocast_to(dtype, a, device), autocast_to(dtype, b, device), alpha);
-}
-
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
@@ -122,13 +115,7 @@ TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
         {at::Tag::pt2_compliant_tag});
 }
 
-TORCH_LIBRARY_IMPL(custom_mm, CPU, m) { m.impl("cusparse_sddmm", sddmm_cpu); }
-#ifdef MATMULS_CUDA
-TORCH_LIBRARY_IMPL(custom_mm, CUDA, m) { m.impl("cusparse_sddmm", sddmm_cuda); }
-#endif
-TORCH_LIBRARY_IMPL(custom_mm, Meta, m) { m.impl("cusparse_sddmm", sddmm_meta); }
-TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) { m.impl("cusparse_sddmm", sddmm_autograd); }
-TORCH_LIBRARY_IMPL(custom_mm, AutocastCPU, m) { m.impl("cusparse_sddmm", sddmm_autocast<at::kCPU>); }
-TORCH_LIBRARY_IMPL(custom_mm, AutocastCUDA, m) { m.impl("cusparse_sddmm", sddmm_autocast<at::kCUDA>); }
+MATMULS_KERNELS("cusparse_sddmm", sddmm_cpu, sddmm_cuda, sddmm_meta, sddmm_autograd)
+MATMULS_AUTOCAST("cusparse_sddmm", CusparseSddmmOp)
 
 }  // namespace matmuls::cusparse

@@ -360,16 +360,6 @@ void spmm_out_autograd(const Tensor& offsets, const Tensor& indices, const Tenso
                                     alpha, beta, out);
 }
 
-template <c10::DeviceType device>
-Tensor spmm_autocast(const Tensor& offsets, const Tensor& indices, const Tensor& values, const Tensor& dense,
-                     c10::SymInt rows, c10::SymInt columns, std::string_view layout, std::string_view algorithm,
-                     bool transa, bool transb, double alpha, const OptionalTensor& prepared) {
-  c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
-  const auto dtype = autocast_dtype(device);
-  return CusparseSpmmOp::call(offsets, indices, autocast_to(dtype, values, device), autocast_to(dtype, dense, device),
-                              rows, columns, layout, algorithm, transa, transb, alpha, prepared);
-}
-
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
@@ -390,30 +380,11 @@ TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
       tags);
 }
 
-TORCH_LIBRARY_IMPL(custom_mm, CPU, m) {
-  m.impl("cusparse_spmm", spmm<run_cpu>);
-  m.impl("cusparse_spmm.out", spmm_out<run_cpu>);
-  m.impl("cusparse_prepare", prepare<prepare_cpu>);
-}
-#ifdef MATMULS_CUDA
-TORCH_LIBRARY_IMPL(custom_mm, CUDA, m) {
-  m.impl("cusparse_spmm", spmm<run_cuda>);
-  m.impl("cusparse_spmm.out", spmm_out<run_cuda>);
-  m.impl("cusparse_prepare", prepare<prepare_cuda>);
-}
-#endif
-TORCH_LIBRARY_IMPL(custom_mm, Meta, m) {
-  m.impl("cusparse_spmm", spmm_meta);
-  m.impl("cusparse_spmm.out", spmm_out_meta);
-  m.impl("cusparse_prepare", prepare<prepare_cpu>);
-}
-TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) {
-  m.impl("cusparse_spmm", spmm_autograd);
-  m.impl("cusparse_spmm.out", spmm_out_autograd);
-  m.impl("cusparse_prepare", CusparsePrepareOp::below_autograd);
-}
+MATMULS_KERNELS("cusparse_spmm", spmm<run_cpu>, spmm<run_cuda>, spmm_meta, spmm_autograd)
+MATMULS_KERNELS("cusparse_spmm.out", spmm_out<run_cpu>, spmm_out<run_cuda>, spmm_out_meta, spmm_out_autograd)
+MATMULS_KERNELS("cusparse_prepare", prepare<prepare_cpu>, prepare<prepare_cuda>, prepare<prepare_cpu>,
+                CusparsePrepareOp::below_autograd)
 MATMULS_WRITES("cusparse_spmm.out", CusparseSpmmOutOp, 12)
-TORCH_LIBRARY_IMPL(custom_mm, AutocastCPU, m) { m.impl("cusparse_spmm", spmm_autocast<at::kCPU>); }
-TORCH_LIBRARY_IMPL(custom_mm, AutocastCUDA, m) { m.impl("cusparse_spmm", spmm_autocast<at::kCUDA>); }
+MATMULS_AUTOCAST("cusparse_spmm", CusparseSpmmOp)
 
 }  // namespace matmuls::cusparse

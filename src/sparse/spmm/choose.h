@@ -13,6 +13,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <span>
 
 namespace matmuls::spmm {
 
@@ -51,6 +52,67 @@ struct RowsChoice {
   }
   const char* name() const { return name_of(kernel()); }
 };
+
+// An instance of spmm_rows_kernel or spmm_shares_kernel: `ahead` nonzeros are prefetched; blocks of a multiprocessor,
+// of shares.
+struct RowsKernel {
+  int lanes, parts, vectors, ahead;
+  bool lean = false;
+  int share_blocks = 0;  // 0: of spmm_rows_kernel
+
+  constexpr bool is(const RowsChoice& c) const {
+    return lanes == c.lanes && parts == c.parts && vectors == c.vectors &&
+           (c.shares ? share_blocks > 0 : share_blocks == 0 && lean == c.lean);
+  }
+};
+constexpr RowsKernel kRowsByElements[] = {{4, 1, 1, 4}, {8, 1, 1, 8}, {32, 1, 1, 8}};
+constexpr RowsKernel kRows2[] = {{4, 1, 1, 4},
+                                 {8, 1, 1, 8},
+                                 {16, 1, 1, 8},
+                                 {32, 1, 1, 8},
+                                 {4, 8, 1, 4},
+                                 {8, 4, 1, 4},
+                                 {8, 1, 2, 4},
+                                 {16, 2, 1, 8},
+                                 {16, 2, 2, 4},
+                                 {16, 1, 2, 4},
+                                 {32, 1, 2, 4},
+                                 {4, 4, 1, 4},
+                                 {16, 2, 1, 4, true},
+                                 {4, 1, 1, 4, false, 4},
+                                 {8, 1, 1, 8, false, 3},
+                                 {16, 1, 1, 4, false, 4},
+                                 {32, 1, 1, 4, false, 4},
+                                 {32, 1, 2, 4, false, 3}};
+constexpr RowsKernel kRows4[] = {{4, 1, 1, 4},
+                                 {8, 1, 1, 8},
+                                 {16, 1, 1, 8},
+                                 {32, 1, 1, 8},
+                                 {4, 8, 1, 4},
+                                 {8, 4, 1, 4},
+                                 {8, 1, 2, 4},
+                                 {16, 2, 1, 8},
+                                 {16, 2, 2, 4},
+                                 {16, 1, 2, 4},
+                                 {32, 1, 2, 4},
+                                 {4, 1, 1, 4, false, 4},
+                                 {8, 1, 1, 8, false, 3},
+                                 {16, 1, 1, 4, false, 4},
+                                 {32, 1, 1, 4, false, 4},
+                                 {32, 1, 2, 2, false, 4}};
+constexpr RowsKernel kRows8[] = {{4, 1, 1, 4}, {8, 1, 1, 8}, {16, 1, 1, 8}, {32, 1, 1, 8}};  // fewer, to compile less
+// Those that are compiled for a dtype.
+constexpr std::span<const RowsKernel> rows_kernels(int element_bytes, bool vectors) {
+  if (!vectors) return kRowsByElements;
+  return element_bytes == 2   ? std::span<const RowsKernel>(kRows2)
+         : element_bytes == 4 ? std::span<const RowsKernel>(kRows4)
+                              : std::span<const RowsKernel>(kRows8);
+}
+inline bool is_compiled(const ProductFacts& f, const RowsChoice& c) {
+  for (const RowsKernel& k : rows_kernels(f.element_bytes, f.vectors))
+    if (k.is(c)) return true;
+  return false;
+}
 
 // Raises ValueError if the product needs more blocks than a grid has, or if every row kernel that takes it is switched
 // off. all_kernels: none counts as switched off, for a part of a product that another kernel leaves over.

@@ -168,16 +168,6 @@ Tensor linear_autograd(const Tensor& crow, const Tensor& col, const Tensor& valu
   return LinearFunction::apply(values, x, bias, p, longest, t_longest);
 }
 
-template <c10::DeviceType device>
-Tensor linear_autocast(const Tensor& crow, const Tensor& col, const Tensor& values, const Tensor& x,
-                       const OptionalTensor& bias, const OptionalTensor& order, const OptionalTensor& t_crow,
-                       const OptionalTensor& t_col, const OptionalTensor& t_order, int64_t longest, int64_t t_longest) {
-  c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
-  const auto dtype = autocast_dtype(device);
-  return LinearOp::call(crow, col, autocast_to(dtype, values, device), autocast_to(dtype, x, device),
-                        autocast_to(dtype, bias, device), order, t_crow, t_col, t_order, longest, t_longest);
-}
-
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
@@ -186,13 +176,7 @@ TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
       "t_crow=None, Tensor? t_col=None, Tensor? t_order=None, int longest=-1, int t_longest=-1) -> Tensor",
       {at::Tag::pt2_compliant_tag});
 }
-TORCH_LIBRARY_IMPL(custom_mm, CPU, m) { m.impl("csr_linear", csr_linear); }
-#ifdef MATMULS_CUDA
-TORCH_LIBRARY_IMPL(custom_mm, CUDA, m) { m.impl("csr_linear", csr_linear_cuda); }
-#endif
-TORCH_LIBRARY_IMPL(custom_mm, Meta, m) { m.impl("csr_linear", csr_linear); }
-TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) { m.impl("csr_linear", linear_autograd); }
-TORCH_LIBRARY_IMPL(custom_mm, AutocastCPU, m) { m.impl("csr_linear", linear_autocast<at::kCPU>); }
-TORCH_LIBRARY_IMPL(custom_mm, AutocastCUDA, m) { m.impl("csr_linear", linear_autocast<at::kCUDA>); }
+MATMULS_KERNELS("csr_linear", csr_linear, csr_linear_cuda, csr_linear, linear_autograd)
+MATMULS_AUTOCAST("csr_linear", LinearOp)
 
 }  // namespace matmuls::linear

@@ -5,6 +5,8 @@
 
 #include <ATen/Dispatch.h>
 
+#include <utility>
+
 #include "glue/checks.h"
 #include "glue/handles.h"
 #include "gpu/launch.cuh"
@@ -77,20 +79,6 @@ dim3 grid_of(int64_t blocks, int64_t tiles, int64_t batches) {
               static_cast<unsigned>(std::min<int64_t>(batches, 65535)));
 }
 
-template <int V, int L, int P, int R, int U, class T, class I>
-void launch_rows(const Args<T, I>& m) {
-  constexpr int kBlocks = U * R * Words<T, V>::kCount < 32 ? 4 : 3;  // 64 registers per thread, or 80
-  const dim3 grid = grid_of(static_cast<int64_t>(m.blocks) * m.slices, 1, m.batches);
-  launch_programmatic(spmm_rows_kernel<T, I, V, L, P, R, U, kBlocks>, grid, kSparseThreads, m);
-}
-
-template <int L, int R, int U, int kBlocks, class T, class I>
-void launch_shares(const Args<T, I>& m) {
-  constexpr int V = 16 / sizeof(T);
-  const dim3 grid = grid_of(static_cast<int64_t>(m.blocks) * m.slices, 1, m.batches);
-  launch_programmatic(spmm_shares_kernel<T, I, V, L, R, U, kBlocks>, grid, kSparseThreads, m);
-}
-
 template <class T, class I>
 void launch_long_rows(const Args<T, I>& m, bool vectors, bool counts_rows) {
   constexpr int V = 16 / sizeof(arithmetic_t<T>);
@@ -100,42 +88,26 @@ void launch_long_rows(const Args<T, I>& m, bool vectors, bool counts_rows) {
                       m, counts_rows);
 }
 
-template <class T, class I>
-void launch_split(const Args<T, I>& m, const RowsChoice& split, bool vectors) {
-  constexpr int V = 16 / sizeof(T);
-  const auto is = [&](int lanes, int parts, int vectors_each) {
-    return split.lanes == lanes && split.parts == parts && split.vectors == vectors_each;
+template <bool vectors, class T, class I>
+void launch_split(const Args<T, I>& m, const RowsChoice& choice) {
+  static constexpr auto kCompiled = rows_kernels(sizeof(T), vectors);
+  const dim3 grid = grid_of(static_cast<int64_t>(m.blocks) * m.slices, 1, m.batches);
+  const auto launch = [&]<size_t i>() {
+    constexpr RowsKernel k = kCompiled[i];
+    if (!k.is(choice)) return false;
+    constexpr int V = vectors ? 16 / sizeof(T) : 1, R = k.vectors, U = k.ahead;
+    if constexpr (k.share_blocks > 0) {
+      launch_programmatic(spmm_shares_kernel<T, I, V, k.lanes, R, U, k.share_blocks>, grid, kSparseThreads, m);
+    } else {
+      constexpr int kBlocks = U * R * Words<T, V>::kCount < 32 ? 4 : 3;  // 64 registers per thread, or 80
+      launch_programmatic(spmm_rows_kernel<T, I, V, k.lanes, k.parts, R, U, kBlocks>, grid, kSparseThreads, m);
+    }
+    return true;
   };
-  if (!vectors) {
-    if (split.lanes == 4) return launch_rows<1, 4, 1, 1, 4>(m);
-    if (split.lanes == 8) return launch_rows<1, 8, 1, 1, 8>(m);
-    return launch_rows<1, 32, 1, 1, 8>(m);
-  }
-  if constexpr (sizeof(T) < 8) {  // not for 64-bit types, to compile fewer kernels
-    if (split.shares) {
-      if (split.lanes == 4) return launch_shares<4, 1, 4, 4>(m);
-      if (split.lanes == 8) return launch_shares<8, 1, 8, 3>(m);
-      if (split.lanes == 16) return launch_shares<16, 1, 4, 4>(m);
-      if (split.vectors == 1) return launch_shares<32, 1, 4, 4>(m);
-      return launch_shares<32, 2, sizeof(T) == 4 ? 2 : 4, sizeof(T) == 4 ? 4 : 3>(m);
-    }
-    if constexpr (sizeof(T) == 2) {
-      if (is(4, 4, 1)) return launch_rows<V, 4, 4, 1, 4>(m);
-      if (split.lean) return launch_rows<V, 16, 2, 1, 4>(m);
-    }
-    if (is(4, 8, 1)) return launch_rows<V, 4, 8, 1, 4>(m);
-    if (is(8, 4, 1)) return launch_rows<V, 8, 4, 1, 4>(m);
-    if (is(8, 1, 2)) return launch_rows<V, 8, 1, 2, 4>(m);
-    if (is(16, 2, 1)) return launch_rows<V, 16, 2, 1, 8>(m);
-    if (is(16, 2, 2)) return launch_rows<V, 16, 2, 2, 4>(m);
-    if (is(16, 1, 2)) return launch_rows<V, 16, 1, 2, 4>(m);
-    if (is(32, 1, 2)) return launch_rows<V, 32, 1, 2, 4>(m);
-  }
-  if (is(4, 1, 1)) return launch_rows<V, 4, 1, 1, 4>(m);
-  if (is(8, 1, 1)) return launch_rows<V, 8, 1, 1, 8>(m);
-  if (is(16, 1, 1)) return launch_rows<V, 16, 1, 1, 8>(m);
-  TORCH_INTERNAL_ASSERT(is(32, 1, 1));
-  launch_rows<V, 32, 1, 1, 8>(m);
+  const bool launched = [&]<size_t... i>(std::index_sequence<i...>) {
+    return (launch.template operator()<i>() || ...);
+  }(std::make_index_sequence<kCompiled.size()>());
+  TORCH_INTERNAL_ASSERT(launched);
 }
 
 ProductFacts facts_of(const Call& c) {
@@ -171,13 +143,14 @@ void sum_cuda(const Call& c, Args<T, I>& m) {
   m.blocks = choice.blocks, m.piece_blocks = choice.piece_blocks, m.slices = choice.slices;
   m.rows_each = choice.rows_each, m.slices_first = choice.slices_first;
   m.slot = choice.slot, m.slots = choice.slots;
-  if (m.slots == 0) return launch_split(m, choice, vectors);
+  const auto launch = [&] { vectors ? launch_split<true>(m, choice) : launch_split<false>(m, choice); };
+  if (m.slots == 0) return launch();
   const Tensor partial =
       empty({m.batches, m.slots, 2, m.n}, c.dense.options().dtype(c10::CppTypeToScalarType<F>::value));
   const Tensor begins = empty({m.slots}, c.dense.options().dtype(at::kLong));
   m.partial = partial.template mutable_data_ptr<F>();
   m.begins = begins.mutable_data_ptr<int64_t>();
-  launch_split(m, choice, vectors);
+  launch();
   if (!choice.shares || c.longest < 0 || c.longest > m.slot) launch_long_rows(m, vectors, choice.shares);
 }
 

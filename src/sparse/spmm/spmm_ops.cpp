@@ -357,31 +357,10 @@ TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
       tags);
 }
 
-TORCH_LIBRARY_IMPL(custom_mm, CPU, m) {
-  m.impl("csr_spmm", csr_spmm<run_cpu>);
-  m.impl("csr_spmm.out", spmm_out<run_cpu>);
-  m.impl("csr_spmm_arg", spmm_arg<run_cpu>);
-}
-#ifdef MATMULS_CUDA
-TORCH_LIBRARY_IMPL(custom_mm, CUDA, m) {
-  m.impl("csr_spmm", csr_spmm<run_cuda_parts>);
-  m.impl("csr_spmm.out", spmm_out<run_cuda_parts>);
-  m.impl("csr_spmm_arg", spmm_arg<run_cuda_parts>);
-}
-#endif
-TORCH_LIBRARY_IMPL(custom_mm, Meta, m) {
-  m.impl("csr_spmm", spmm_meta);
-  m.impl("csr_spmm.out", spmm_out_meta);
-  m.impl("csr_spmm_arg", spmm_arg_meta);
-}
-TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) {
-  m.impl("csr_spmm", spmm_autograd);
-  m.impl("csr_spmm.out", spmm_out_autograd);
-  m.impl("csr_spmm_arg", spmm_arg_autograd);
-}
-TORCH_LIBRARY_IMPL(custom_mm, ADInplaceOrView, m) { m.impl("csr_spmm.out", SpmmOutOp::inplace<10>); }
-TORCH_LIBRARY_IMPL(custom_mm, Conjugate, m) { m.impl("csr_spmm.out", SpmmOutOp::lazy<10>); }
-TORCH_LIBRARY_IMPL(custom_mm, Negative, m) { m.impl("csr_spmm.out", SpmmOutOp::lazy<10>); }
+MATMULS_KERNELS("csr_spmm", csr_spmm<run_cpu>, csr_spmm<run_cuda_parts>, spmm_meta, spmm_autograd)
+MATMULS_KERNELS("csr_spmm.out", spmm_out<run_cpu>, spmm_out<run_cuda_parts>, spmm_out_meta, spmm_out_autograd)
+MATMULS_KERNELS("csr_spmm_arg", spmm_arg<run_cpu>, spmm_arg<run_cuda_parts>, spmm_arg_meta, spmm_arg_autograd)
+MATMULS_WRITES("csr_spmm.out", SpmmOutOp, 10)
 TORCH_LIBRARY_IMPL(custom_mm, AutocastCPU, m) { m.impl("csr_spmm", spmm_autocast<at::kCPU>); }
 TORCH_LIBRARY_IMPL(custom_mm, AutocastCUDA, m) { m.impl("csr_spmm", spmm_autocast<at::kCUDA>); }
 

@@ -7,15 +7,14 @@
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
-#include <algorithm>
 #include <tuple>
 #include <utility>
 #include <vector>
 
 #include "sparse/index_checks.h"
-#include "sparse/ops.h"
 #include "sparse/spmm/chunks/kernel.h"
 #include "sparse/spmm/chunks/layout.h"
+#include "sparse/spmm/layout_ops.h"
 
 namespace matmuls::spmm {
 namespace {
@@ -29,6 +28,7 @@ MATMULS_OPERATOR(SpmmChunksOp, "custom_mm::csr_spmm_chunks", "",
                  Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
                         const Tensor&, const Tensor&, c10::SymInt, int64_t, const OptionalTensor&, int64_t,
                         const OptionalTensor&, const OptionalTensor&));
+using ProductByChunks = SpmmByLayout<SpmmChunksOp, 4, 10>;
 
 Chunks empty_chunks(const Pattern& p, int64_t size, int64_t piece) {
   check_pattern(kChunksOp, p, p.crow);
@@ -45,34 +45,7 @@ Chunks empty_chunks(const Pattern& p, int64_t size, int64_t piece) {
           at::empty({3}, ints)};
 }
 
-void cut_on_cpu(const Pattern& p, int size, int piece, const Tensor& names, const Chunks& made) {
-  const int* const named = indices_or_null<int>(names);
-  const int* const crow = p.crow.const_data_ptr<int>();
-  const int rows = static_cast<int>(p.rows());
-  int *begins = made.begins.mutable_data_ptr<int>(), *ends = made.ends.mutable_data_ptr<int>();
-  int *cut = made.cut.mutable_data_ptr<int>(), *empty = made.empty.mutable_data_ptr<int>();
-  int empties = 0, cuts = 0, slots = 0;
-  std::fill_n(ends, p.nonzeros(), -1);
-  for (int row = 0; row < rows; ++row) {
-    const int64_t begin = crow[row], end = crow[row + 1];
-    const int name = named ? named[row] : row;
-    if (begin == end) {
-      empty[empties++] = name;
-    } else if (end - begin <= piece) {
-      ends[end - 1] = name;
-    } else {
-      const int first = slots;
-      for (int64_t at = begin; at < end; at += piece) ends[std::min(at + piece, end) - 1] = rows + slots++;
-      for (const int x : {name, first, slots - first}) cut[cuts++] = x;
-    }
-  }
-  for (int64_t i = 0; i < made.begins.size(0); ++i)
-    begins[i] = begin_of_chunk(crow, rows, std::min(i * size, p.nonzeros()), piece);
-  int* const counts = made.counts.mutable_data_ptr<int>();
-  counts[0] = empties, counts[1] = cuts / 3, counts[2] = slots;
-}
-
-template <decltype(cut_on_cpu) cut>
+template <decltype(cut_on_gpu) cut>
 ChunkTensors csr_chunks(const Tensor& crow, const Tensor& col, int64_t size, int64_t piece,
                         const OptionalTensor& maybe_names) {
   const Pattern p = pattern_of(crow, col, {});
@@ -87,28 +60,6 @@ ChunkTensors csr_chunks(const Tensor& crow, const Tensor& col, int64_t size, int
 
 void cut_nothing(const Pattern&, int, int, const Tensor&, const Chunks&) {}
 
-void check_moved(const OptionalTensor& chunk_col, const OptionalTensor& chunk_values) {
-  TORCH_CHECK_VALUE(chunk_col.has_value() == chunk_values.has_value(), kOp,
-                    ": expected chunk_col and chunk_values together");
-}
-
-Tensor by_rows(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor& crow, const Tensor& col,
-               const Tensor& values, const Tensor& dense, c10::SymInt columns, int64_t, const OptionalTensor& order,
-               int64_t longest, const OptionalTensor& chunk_col, const OptionalTensor& chunk_values) {
-  check_moved(chunk_col, chunk_values);
-  return product_by_rows(crow, col, values, dense, std::move(columns), order, longest);
-}
-
-// Products that record a gradient go to csr_spmm.
-Tensor autograd(const Tensor& begins, const Tensor& ends, const Tensor& cut, const Tensor& empty, const Tensor& crow,
-                const Tensor& col, const Tensor& values, const Tensor& dense, c10::SymInt columns, int64_t slots,
-                const OptionalTensor& order, int64_t longest, const OptionalTensor& chunk_col,
-                const OptionalTensor& chunk_values) {
-  const auto go = needs_gradient(kOp, {values, dense}) ? by_rows : SpmmChunksOp::below_autograd;
-  return go(begins, ends, cut, empty, crow, col, values, dense, std::move(columns), slots, order, longest, chunk_col,
-            chunk_values);
-}
-
 #ifdef MATMULS_CUDA
 // Nonzeros from which permuted values are gathered into order first. With 4 to 8 million, the gradient of an R-MAT
 // graph, this takes .73 to .99 of the time for which the product would wait for them (H100); fewer values stay in the
@@ -119,11 +70,13 @@ Tensor on_gpu(const Tensor& begins, const Tensor& ends, const Tensor& cut, const
               const Tensor& col, const Tensor& values, const Tensor& dense, c10::SymInt columns, int64_t slots,
               const OptionalTensor& order, int64_t longest, const OptionalTensor& chunk_col,
               const OptionalTensor& chunk_values) {
-  check_moved(chunk_col, chunk_values);
+  TORCH_CHECK_VALUE(chunk_col.has_value() == chunk_values.has_value(), kOp,
+                    ": expected chunk_col and chunk_values together");
   ChunkedCall c{{crow, col, tensor_or_none(order)}, values, dense, begins, ends, cut, empty, slots};
   if (chunk_col.has_value()) c.pattern = {crow, *chunk_col}, c.values = *chunk_values;
   if (!can_go_by_chunks(c, columns.expect_int()))
-    return by_rows(begins, ends, cut, empty, crow, col, values, dense, columns, slots, order, longest, {}, {});
+    return ProductByChunks::by_rows(begins, ends, cut, empty, crow, col, values, dense, columns, slots, order, longest,
+                                    {}, {});
   if (c.pattern.order.defined() && c.pattern.nonzeros() >= kOrderedFirst)
     c.values = at::index_select(values, 0, c.pattern.order), c.pattern.order = Tensor();
   return run_chunks(c);
@@ -144,23 +97,8 @@ TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
       "chunk_values=None) -> Tensor",
       tags);
 }
-TORCH_LIBRARY_IMPL(custom_mm, CPU, m) {
-  m.impl("csr_chunks", csr_chunks<cut_on_cpu>);
-  m.impl("csr_spmm_chunks", by_rows);
-}
-#ifdef MATMULS_CUDA
-TORCH_LIBRARY_IMPL(custom_mm, CUDA, m) {
-  m.impl("csr_chunks", csr_chunks<cut_on_gpu>);
-  m.impl("csr_spmm_chunks", on_gpu);
-}
-#endif
-TORCH_LIBRARY_IMPL(custom_mm, Meta, m) {
-  m.impl("csr_chunks", csr_chunks<cut_nothing>);
-  m.impl("csr_spmm_chunks", by_rows);
-}
-TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) {
-  m.impl("csr_chunks", CsrChunksOp::below_autograd);
-  m.impl("csr_spmm_chunks", autograd);
-}
+MATMULS_KERNELS("csr_chunks", CsrChunksOp::gpu_only, csr_chunks<cut_on_gpu>, csr_chunks<cut_nothing>,
+                CsrChunksOp::below_autograd)
+MATMULS_KERNELS("csr_spmm_chunks", SpmmChunksOp::gpu_only, on_gpu, ProductByChunks::by_rows, ProductByChunks::autograd)
 
 }  // namespace matmuls::spmm

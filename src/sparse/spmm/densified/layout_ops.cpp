@@ -1,14 +1,8 @@
 // Operators csr_filled, csr_halves and csr_spmm_halves: A densified (sparse/spmm/densified/densified.h) and the product
-// with it: checks, the CPU, gradients.
+// with it.
 #include "sparse/spmm/densified/densified.h"
 
-#include <ATen/ops/_convert_indices_from_csr_to_coo.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/frexp.h>
-#include <ATen/ops/ldexp.h>
-#include <ATen/ops/stack.h>
-#include <ATen/ops/where.h>
-#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include <array>
@@ -16,7 +10,7 @@
 #include "glue/autograd.h"
 #include "glue/checks.h"
 #include "sparse/index_checks.h"
-#include "sparse/ops.h"
+#include "sparse/spmm/layout_ops.h"
 #include "sparse/spmm/spmm.h"
 #ifdef MATMULS_CUDA
 #include "glue/handles.h"
@@ -39,25 +33,15 @@ void check_kept_values(const Pattern& p, const Tensor& values, bool wide, bool n
 
 // --- csr_filled: A with explicit zeros in 16 bits, [rows, columns to a multiple of 8]. The columns of a row differ.
 
-Tensor dense_on_cpu(const Pattern& p, const Tensor& values, int64_t columns) {
-  const Tensor row = at::_convert_indices_from_csr_to_coo(p.crow, p.col).select(0, 0);
-  const Tensor numbers = p.order.defined() ? values.index_select(0, p.order) : values;
-  return at::zeros({p.rows(), ceil_of(columns, 8) * 8}, values.options()).index_put_({row, p.col}, numbers);
-}
 #ifdef MATMULS_CUDA
-Tensor dense_on_gpu(const Pattern& p, const Tensor& values, int64_t columns) {
-  const OperationGuard guard(kOp, values);
-  return densify(p, values, columns).parts;
-}
-#endif
-
-template <Tensor make(const Pattern&, const Tensor&, int64_t)>
 Tensor csr_filled(const Tensor& crow, const Tensor& col, const Tensor& values, c10::SymInt columns,
                   const OptionalTensor& order) {
   const Pattern p = pattern_of(crow, col, order);
   check_kept_values(p, values, false, true);
-  return make(readable("csr_filled", p, columns.expect_int()), values.contiguous(), columns.expect_int());
+  const OperationGuard guard(kOp, values);
+  return densify(contiguous(p), values.contiguous(), columns.expect_int()).parts;
 }
+#endif
 Tensor csr_filled_meta(const Tensor& crow, const Tensor& col, const Tensor& values, c10::SymInt columns,
                        const OptionalTensor& order) {
   const Pattern p = pattern_of(crow, col, order);
@@ -70,39 +54,19 @@ MATMULS_OPERATOR(CsrFilledOp, "custom_mm::csr_filled", "",
 // --- csr_halves, csr_spmm_halves: what a plan keeps of A (sparse/spmm/densified/densified.h): float32 as fp16x2
 // halves, or A in 2:4 form; and the product with it.
 
-using DensifyFunction = DensifiedMatrix(const Pattern& p, const Tensor& values, int64_t columns, bool sparse24,
-                                        int64_t beyond);
-using ProductFunction = void(const Call& c, const DensifiedMatrix& kept);
-
-DensifiedMatrix densify_cpu(const Pattern& p, const Tensor& values, int64_t columns, bool sparse24, int64_t) {
-  TORCH_CHECK(!sparse24, kOp, ": expected two_of_four, tensor cores' own layout, on a GPU only");
-  const Tensor row = at::_convert_indices_from_csr_to_coo(p.crow, p.col).select(0, 0);
-  Tensor full = at::zeros({p.rows(), ceil_of(columns, 8) * 8}, values.options());
-  full.index_put_({row, p.col}, p.order.defined() ? values.index_select(0, p.order) : values, /*accumulate=*/true);
-  const Tensor largest = full.size(1) > 0 ? full.abs().amax(1) : at::zeros({p.rows()}, values.options());
-  const Tensor exponents = at::where(largest.gt(0).logical_and(largest.isfinite()),
-                                     (15 - std::get<1>(at::frexp(largest))).clamp_max(126), 0);
-  const Tensor scaled = at::ldexp(full, exponents.unsqueeze(1)), high = scaled.to(at::kHalf);
-  return {at::stack({high, ((scaled - high.to(at::kFloat)) * kLowScale).to(at::kHalf)}), exponents.to(at::kInt),
-          at::zeros({kFitFlags}, p.crow.options().dtype(at::kInt)),
-          at::empty({0, 2}, p.crow.options().dtype(at::kInt))};
-}
-void run_densified_cpu(const Call& c, const DensifiedMatrix&) { run_cpu(c); }
-
 using Halves = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
-template <DensifyFunction densify>
+#ifdef MATMULS_CUDA
 Halves csr_halves(const Tensor& crow, const Tensor& col, const Tensor& values, c10::SymInt columns,
                   const OptionalTensor& order, bool sparse24, int64_t beyond) {
   const Pattern p = pattern_of(crow, col, order);
   check_kept_values(p, values, true, sparse24);
-  const Pattern whole = readable("csr_halves", p, columns.expect_int());
-  const DensifiedMatrix made = densify(whole, values.contiguous(), columns.expect_int(), sparse24, beyond);
+  const DensifiedMatrix made =
+      densify_on_gpu(contiguous(p), values.contiguous(), columns.expect_int(), sparse24, beyond);
   return {made.parts, made.exponents.defined() ? made.exponents : at::empty({0}, made.facts.options()), made.facts,
           made.rest};
 }
 
-template <ProductFunction run>
 Tensor csr_spmm_halves(const Tensor& parts, const Tensor& exponents, const Tensor& facts, const Tensor& rest,
                        const Tensor& crow, const Tensor& col, const Tensor& values, const Tensor& dense,
                        c10::SymInt columns, const OptionalTensor& order, int64_t longest) {
@@ -125,20 +89,21 @@ Tensor csr_spmm_halves(const Tensor& parts, const Tensor& exponents, const Tenso
               ": expected what csr_halves made of this matrix, and dense of two dimensions, got parts of shape ",
               parts.sizes(), ", dense of shape ", dense.sizes());
   if (out.numel() == 0) return out;
-  run({readable(kOp, p, inner),
-       values.contiguous().unsqueeze(0),
-       with_contiguous_rows(dense).unsqueeze(0),
-       out.unsqueeze(0),
-       Reduce::sum,
-       1,
-       0,
-       {},
-       {},
-       false,
-       longest},
-      {parts, exponents, facts, rest});
+  run_densified({contiguous(p),
+                 values.contiguous().unsqueeze(0),
+                 with_contiguous_rows(dense).unsqueeze(0),
+                 out.unsqueeze(0),
+                 Reduce::sum,
+                 1,
+                 0,
+                 {},
+                 {},
+                 false,
+                 longest},
+                {parts, exponents, facts, rest});
   return out;
 }
+#endif
 
 Halves csr_halves_meta(const Tensor& crow, const Tensor& col, const Tensor& values, c10::SymInt columns,
                        const OptionalTensor& order, bool sparse24, int64_t beyond) {
@@ -157,13 +122,6 @@ Halves csr_halves_meta(const Tensor& crow, const Tensor& col, const Tensor& valu
                            halves),
           exponents, facts, at::empty_symint({p.sym_rows() + room, 2}, ints)};
 }
-Tensor csr_spmm_halves_meta(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor& crow,
-                            const Tensor& col, const Tensor& values, const Tensor& dense, c10::SymInt columns,
-                            const OptionalTensor& order, int64_t) {
-  return at::empty_symint(check_product(pattern_of(crow, col, order), values, dense, columns, {}, false),
-                          dense.options());
-}
-
 MATMULS_OPERATOR(CsrHalvesOp, "custom_mm::csr_halves", "",
                  Halves(const Tensor&, const Tensor&, const Tensor&, c10::SymInt, const OptionalTensor&, bool,
                         int64_t));
@@ -171,14 +129,7 @@ MATMULS_OPERATOR(CsrSpmmHalvesOp, "custom_mm::csr_spmm_halves", "",
                  Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
                         const Tensor&, const Tensor&, c10::SymInt, const OptionalTensor&, int64_t));
 
-// Products that record a gradient go to csr_spmm.
-Tensor csr_spmm_halves_autograd(const Tensor& parts, const Tensor& exponents, const Tensor& facts, const Tensor& rest,
-                                const Tensor& crow, const Tensor& col, const Tensor& values, const Tensor& dense,
-                                c10::SymInt columns, const OptionalTensor& order, int64_t longest) {
-  if (needs_gradient(kOp, {values, dense})) return product_by_rows(crow, col, values, dense, columns, order, longest);
-  return CsrSpmmHalvesOp::below_autograd(parts, exponents, facts, rest, crow, col, values, dense, columns, order,
-                                         longest);
-}
+using HalvesProduct = SpmmByLayout<CsrSpmmHalvesOp, 4, 9>;
 
 }  // namespace
 
@@ -195,27 +146,9 @@ TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
       tags);
 }
 
-TORCH_LIBRARY_IMPL(custom_mm, CPU, m) {
-  m.impl("csr_filled", csr_filled<dense_on_cpu>);
-  m.impl("csr_halves", csr_halves<densify_cpu>);
-  m.impl("csr_spmm_halves", csr_spmm_halves<run_densified_cpu>);
-}
-#ifdef MATMULS_CUDA
-TORCH_LIBRARY_IMPL(custom_mm, CUDA, m) {
-  m.impl("csr_filled", csr_filled<dense_on_gpu>);
-  m.impl("csr_halves", csr_halves<densify_on_gpu>);
-  m.impl("csr_spmm_halves", csr_spmm_halves<run_densified>);
-}
-#endif
-TORCH_LIBRARY_IMPL(custom_mm, Meta, m) {
-  m.impl("csr_filled", csr_filled_meta);
-  m.impl("csr_halves", csr_halves_meta);
-  m.impl("csr_spmm_halves", csr_spmm_halves_meta);
-}
-TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) {
-  m.impl("csr_filled", CsrFilledOp::below_autograd);
-  m.impl("csr_halves", CsrHalvesOp::below_autograd);
-  m.impl("csr_spmm_halves", csr_spmm_halves_autograd);
-}
+MATMULS_KERNELS("csr_filled", CsrFilledOp::gpu_only, csr_filled, csr_filled_meta, CsrFilledOp::below_autograd)
+MATMULS_KERNELS("csr_halves", CsrHalvesOp::gpu_only, csr_halves, csr_halves_meta, CsrHalvesOp::below_autograd)
+MATMULS_KERNELS("csr_spmm_halves", CsrSpmmHalvesOp::gpu_only, csr_spmm_halves, HalvesProduct::by_rows,
+                HalvesProduct::autograd)
 
 }  // namespace matmuls::spmm

@@ -9,9 +9,9 @@
 #include <utility>
 #include <vector>
 
-#include "cpu/threads.h"
 #include "glue/operator.h"
 #include "sparse/index_checks.h"
+#include "sparse/spmm/layout_ops.h"
 #include "sparse/spmm/reordered/layout.h"
 
 namespace matmuls {
@@ -35,63 +35,11 @@ Pattern square(const char* op, const Tensor& crow, const Tensor& col, const c10:
   return p;
 }
 
-// ----------------------------------------------------------------------------------------------------------- on a CPU
-
-void grow_on_cpu(const Pattern& p, int size, int rounds, const Tensor& regions, const Tensor& before) {
-  const int *crow = p.crow.const_data_ptr<int>(), *col = p.col.const_data_ptr<int>();
-  int *from = before.mutable_data_ptr<int>(), *to = regions.mutable_data_ptr<int>();
-  const int rows = static_cast<int>(p.rows());
-  for (int row = 0; row < rows; ++row) to[row] = seed(row, size);
-  for (int i = 0; i < rounds; ++i) {
-    std::swap(from, to);
-    parallel_for(0, rows, kGrain, [&](int64_t first, int64_t last) {
-      for (int64_t row = first; row < last; ++row) to[row] = grown(crow, col, static_cast<int>(row), from);
-    });
-  }
-  int* const made = regions.mutable_data_ptr<int>();
-  for (int row = 0; row < rows; ++row) made[row] = to[row] < 0 ? row / size : to[row];
-}
-
-void count_reads_on_cpu(const Pattern& p, const Tensor& order_, const Windows& windows, const Tensor& seen_,
-                        const Tensor& count) {
-  const int *crow = p.crow.const_data_ptr<int>(), *col = p.col.const_data_ptr<int>();
-  const int* const order = indices_or_null<int>(order_);
-  const auto seen = reinterpret_cast<unsigned*>(seen_.mutable_data_ptr<int>());
-  int64_t found = 0;
-  for (int64_t i = 0; i < windows.of(p.rows()) * windows.at_once; ++i) {
-    const int64_t at = windows.row(i);
-    if (at >= p.rows()) break;
-    const int64_t row = order ? order[at] : at;
-    unsigned* const own = seen + i / windows.at_once * seen_.size(1);
-    for (int q = crow[row]; q < crow[row + 1]; ++q) {
-      const unsigned bit = 1u << col[q] % 32;
-      found += (own[col[q] / 32] & bit) == 0;
-      own[col[q] / 32] |= bit;
-    }
-  }
-  *count.mutable_data_ptr<int64_t>() = found;
-}
-
-void move_rows_on_cpu(const Pattern& p, const Tensor& order_, const Tensor& new_crow, const Tensor& new_col,
-                      const Tensor& place_) {
-  const int *crow = p.crow.const_data_ptr<int>(), *col = p.col.const_data_ptr<int>();
-  const int *order = order_.const_data_ptr<int>(), *begins = new_crow.const_data_ptr<int>();
-  int *moved = new_col.mutable_data_ptr<int>(), *place = place_.mutable_data_ptr<int>();
-  parallel_for(0, p.rows(), kGrain, [&](int64_t first, int64_t last) {
-    for (int64_t i = first; i < last; ++i) {
-      int to = begins[i];
-      for (int q = crow[order[i]]; q < crow[order[i] + 1]; ++q, ++to) moved[to] = col[q], place[to] = q;
-    }
-  });
-}
-
 void grow_nothing(const Pattern&, int, int, const Tensor&, const Tensor&) {}
 void count_nothing(const Pattern&, const Tensor&, const Windows&, const Tensor&, const Tensor&) {}
 void move_nothing(const Pattern&, const Tensor&, const Tensor&, const Tensor&, const Tensor&) {}
 
-// ------------------------------------------------------------------------------------------------------ the operators
-
-template <decltype(grow_on_cpu) grow>
+template <decltype(grow_on_gpu) grow>
 Tensor csr_regions(const Tensor& crow, const Tensor& col, c10::SymInt columns, int64_t size, int64_t rounds) {
   const Pattern p = square(kRegionsOp, crow, col, columns);
   TORCH_CHECK_VALUE(size > 0 && size <= INT32_MAX && rounds > 0 && rounds <= 1024, kRegionsOp,
@@ -99,12 +47,11 @@ Tensor csr_regions(const Tensor& crow, const Tensor& col, c10::SymInt columns, i
   const c10::SymDimVector shape{p.sym_rows()};
   const Tensor regions = at::empty_symint(shape, crow.options()), before = at::empty_symint(shape, crow.options());
   if constexpr (grow == grow_nothing) return regions;
-  const Pattern whole = readable(kRegionsOp, p, columns.expect_int());
-  if (p.rows() > 0) grow(whole, static_cast<int>(size), static_cast<int>(rounds), regions, before);
+  if (p.rows() > 0) grow(contiguous(p), static_cast<int>(size), static_cast<int>(rounds), regions, before);
   return regions;
 }
 
-template <decltype(count_reads_on_cpu) count>
+template <decltype(count_reads_on_gpu) count>
 Tensor csr_reads(const Tensor& crow, const Tensor& col, c10::SymInt columns, int64_t at_once, int64_t every,
                  const OptionalTensor& maybe_order) {
   const Pattern p = square(kReadsOp, crow, col, columns);
@@ -114,16 +61,14 @@ Tensor csr_reads(const Tensor& crow, const Tensor& col, c10::SymInt columns, int
                     ": expected windows of 1 row at least, and every window or fewer, got ", at_once, " and ", every);
   const Tensor found = at::zeros({1}, crow.options().dtype(at::kLong));
   if constexpr (count == count_nothing) return found;
-  const Pattern whole = readable(kReadsOp, p, columns.expect_int());
-  if (order.defined()) validate_indices(kReadsOp, "the order", order, p.rows());
   if (p.rows() == 0) return found;
   const Windows windows{static_cast<int>(at_once), static_cast<int>(every)};
   const Tensor seen = at::zeros({windows.of(p.rows()), ceil_of(p.rows(), 32)}, crow.options());
-  count(whole, order.defined() ? order.contiguous() : order, windows, seen, found);
+  count(contiguous(p), order.defined() ? order.contiguous() : order, windows, seen, found);
   return found;
 }
 
-template <decltype(move_rows_on_cpu) move>
+template <decltype(move_rows_on_gpu) move>
 Moved csr_reorder(const Tensor& crow, const Tensor& col, const Tensor& order) {
   const Pattern p = pattern_of(crow, col, {});
   check_pattern(kReorderOp, p, crow);
@@ -134,8 +79,6 @@ Moved csr_reorder(const Tensor& crow, const Tensor& col, const Tensor& order) {
   Moved made{at::zeros_symint(crow.sym_sizes(), crow.options()), at::empty_symint(col.sym_sizes(), col.options()),
              at::empty_symint(col.sym_sizes(), col.options())};
   if constexpr (move == move_nothing) return made;
-  validate_offsets(kReorderOp, crow, p.nonzeros());
-  validate_order(kReorderOp, order, p.rows());  // else the moved rows have not as many nonzeros as A
   if (p.rows() == 0) return made;
   const auto& [new_crow, new_col, place] = made;
   Tensor ends = new_crow.narrow(0, 1, p.rows());
@@ -153,27 +96,11 @@ TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
         tags);
   m.def("csr_reorder(Tensor crow, Tensor col, Tensor order) -> (Tensor, Tensor, Tensor)", tags);
 }
-TORCH_LIBRARY_IMPL(custom_mm, CPU, m) {
-  m.impl("csr_regions", csr_regions<grow_on_cpu>);
-  m.impl("csr_reads", csr_reads<count_reads_on_cpu>);
-  m.impl("csr_reorder", csr_reorder<move_rows_on_cpu>);
-}
-#ifdef MATMULS_CUDA
-TORCH_LIBRARY_IMPL(custom_mm, CUDA, m) {
-  m.impl("csr_regions", csr_regions<grow_on_gpu>);
-  m.impl("csr_reads", csr_reads<count_reads_on_gpu>);
-  m.impl("csr_reorder", csr_reorder<move_rows_on_gpu>);
-}
-#endif
-TORCH_LIBRARY_IMPL(custom_mm, Meta, m) {
-  m.impl("csr_regions", csr_regions<grow_nothing>);
-  m.impl("csr_reads", csr_reads<count_nothing>);
-  m.impl("csr_reorder", csr_reorder<move_nothing>);
-}
-TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) {
-  m.impl("csr_regions", CsrRegionsOp::below_autograd);
-  m.impl("csr_reads", CsrReadsOp::below_autograd);
-  m.impl("csr_reorder", CsrReorderOp::below_autograd);
-}
+MATMULS_KERNELS("csr_regions", CsrRegionsOp::gpu_only, csr_regions<grow_on_gpu>, csr_regions<grow_nothing>,
+                CsrRegionsOp::below_autograd)
+MATMULS_KERNELS("csr_reads", CsrReadsOp::gpu_only, csr_reads<count_reads_on_gpu>, csr_reads<count_nothing>,
+                CsrReadsOp::below_autograd)
+MATMULS_KERNELS("csr_reorder", CsrReorderOp::gpu_only, csr_reorder<move_rows_on_gpu>, csr_reorder<move_nothing>,
+                CsrReorderOp::below_autograd)
 
 }  // namespace matmuls

@@ -4,14 +4,11 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
-#include <algorithm>
-#include <array>
-#include <numeric>
 #include <utility>
 #include <vector>
 
 #include "sparse/index_checks.h"
-#include "sparse/ops.h"
+#include "sparse/spmm/layout_ops.h"
 #include "sparse/spmm/smem_tiles/kernel.h"
 
 namespace matmuls {
@@ -22,6 +19,7 @@ using at::Tensor;
 MATMULS_OPERATOR(SpmmTilesOp, "custom_mm::csr_spmm_tiles", "",
                  Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
                         const Tensor&, const Tensor&, c10::SymInt, int64_t, const OptionalTensor&, int64_t));
+using ProductByTiles = SpmmByLayout<SpmmTilesOp, 4, 10>;
 MATMULS_OPERATOR(CsrTilesOp, "custom_mm::csr_tiles", "",
                  Tiles(const Tensor&, const Tensor&, c10::SymInt, int64_t, int64_t, int64_t));
 MATMULS_OPERATOR(CsrTileEntriesOp, "custom_mm::csr_tile_entries", "",
@@ -40,6 +38,32 @@ void check_steps(int64_t steps) {
                     INT32_MAX / kStepNonzeros - 1, ", got ", steps);
 }
 
+Tiles empty_tiles(const Tensor& crow, const c10::SymInt& rows, int64_t tiles, int64_t panels, int64_t lanes) {
+  const c10::SymInt slices = ((rows + panels - 1) / panels + (32 / lanes - 1)) / (32 / lanes);
+  const auto ints = crow.options().dtype(at::kInt);
+  return {at::empty_symint({tiles, panels, slices, 4}, ints),
+          at::empty_symint({tiles, panels, slices * (32 / lanes), 3}, ints)};
+}
+
+Tiles csr_tiles_meta(const Tensor& crow, const Tensor& col, c10::SymInt columns, int64_t tiles, int64_t panels,
+                     int64_t lanes) {
+  check_pattern(kTilesOp, pattern_of(crow, col, {}), crow);
+  check_cut(crow.sym_size(0) - 1, columns, tiles, panels, lanes);
+  return empty_tiles(crow, crow.sym_size(0) - 1, tiles, panels, lanes);
+}
+
+Tiles empty_entries(const Tensor& values, const c10::SymInt& steps) {
+  const c10::SymInt size = (steps + 1) * kStepNonzeros;
+  return {at::empty_symint({size}, values.options().dtype(at::kShort)), at::empty_symint({size}, values.options())};
+}
+
+Tiles csr_tile_entries_meta(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor& values,
+                            c10::SymInt, int64_t, int64_t steps, const OptionalTensor&) {
+  check_steps(steps);
+  return empty_entries(values, steps);
+}
+
+#ifdef MATMULS_CUDA
 // The layout of an int32 matrix. Raises ValueError if there are so few tiles or panels that one is too large.
 TileLayout layout_of(const Pattern& p, int64_t columns, int64_t tiles, int64_t panels, int64_t lanes) {
   check_pattern(kTilesOp, p, p.crow);
@@ -62,109 +86,15 @@ TileLayout layout_of(const Pattern& p, int64_t columns, const Tensor& heads, int
   return layout_of(p, columns, heads.size(0), heads.size(1), lanes);
 }
 
-void lay_out_on_cpu(const Pattern& p, const TileLayout& m, const Tensor& heads_, const Tensor& slots_) {
-  const int *crow = p.crow.const_data_ptr<int>(), *col = p.col.const_data_ptr<int>();
-  int *head = heads_.mutable_data_ptr<int>(), *slot = slots_.mutable_data_ptr<int>();
-  const int of_slice = 32 / m.lanes, step = m.lanes * kEach;
-  int first = 0;
-  for (int tile = 0; tile < m.tiles; ++tile)
-    for (int panel = 0; panel < m.panels; ++panel) {
-      const int first_row = panel * m.panel_rows, many = std::clamp(m.rows - first_row, 0, m.panel_rows);
-      std::vector<std::array<int, kTileStages + 1>> edges(many);
-      std::vector<int> steps(many), order(many);
-      for (int r = 0; r < many; ++r) {
-        for (int s = 0; s <= kTileStages; ++s)
-          edges[r][s] = static_cast<int>(std::lower_bound(col + crow[first_row + r], col + crow[first_row + r + 1],
-                                                          tile * m.tile_rows + m.tile_rows / kTileStages * s) -
-                                         col);
-        steps[r] = (edges[r][kTileStages] - edges[r][0] + step - 1) / step;
-      }
-      std::iota(order.begin(), order.end(), 0);
-      std::stable_sort(order.begin(), order.end(), [&](int x, int y) { return steps[x] > steps[y]; });
-      for (int i = 0; i < m.slices * of_slice; ++i, slot += 3) {
-        slot[0] = i < many ? order[i] : -1;
-        slot[1] = i < many ? edges[order[i]][0] : 0, slot[2] = i < many ? edges[order[i]][kTileStages] : 0;
-      }
-      for (int slice = 0; slice < m.slices; ++slice, head += 4) {
-        const int begin = slice * of_slice, end = std::min(begin + of_slice, many);
-        const int all = begin < end ? steps[order[begin]] : 0;
-        int until[kTileStages] = {all, all, all, all};
-        for (int i = begin; i < end; ++i) {
-          const auto& own = edges[order[i]];
-          for (int s = 0; s < kTileStages - 1; ++s)
-            if (own[s + 1] < own[kTileStages]) until[s] = std::min(until[s], (own[s + 1] - own[0]) / step);
-        }
-        head[0] = std::exchange(first, first + all), head[1] = until[0] | until[1] << 16,
-        head[2] = until[2] | all << 16, head[3] = 0;
-      }
-    }
-}
-
-void fill_tiles_on_cpu(const Pattern& p, const Tensor& values_, const TileLayout& m, const Tensor& heads_,
-                       const Tensor& slots_, const Tensor& places_, const Tensor& packed_) {
-  const int *col = p.col.const_data_ptr<int>(), *order = indices_or_null<int>(p.order);
-  const int *heads = heads_.const_data_ptr<int>(), *slots = slots_.const_data_ptr<int>();
-  const float* const values = values_.const_data_ptr<float>();
-  const auto places = places_.mutable_data_ptr<int16_t>();
-  const auto packed = packed_.mutable_data_ptr<float>();
-  const int64_t all = int64_t{m.tiles} * m.panels * m.slices;
-  const int room = static_cast<int>(packed_.size(0) / kStepNonzeros);
-  for (int64_t slice = 0; slice < all; ++slice) {
-    const int first = heads[slice * 4];
-    const int steps = std::min((heads[slice * 4 + 2] >> 16) + (slice == all - 1 ? 1 : 0), room - first);
-    const int first_column = static_cast<int>(slice / (m.panels * m.slices)) * m.tile_rows;
-    for (int64_t i = 0; i < int64_t{steps} * kStepNonzeros; ++i) {
-      const int64_t lane = i / kEach % 32, step = i / kStepNonzeros;
-      const int* const slot = slots + (slice * (32 / m.lanes) + lane / m.lanes) * 3;
-      const int64_t q = slot[1] + (step * m.lanes + lane % m.lanes) * kEach + i % kEach;
-      const int64_t to = int64_t{first} * kStepNonzeros + i;
-      places[to] = static_cast<int16_t>(q < slot[2] ? col[q] - first_column : m.tile_rows);
-      packed[to] = q < slot[2] ? values[order ? order[q] : q] : 0;
-    }
-  }
-}
-
-// Raises ValueError if a slice begins before the first step or a slot reaches outside the nonzeros.
-void validate_tiles(const Tensor& heads, const Tensor& slots, int64_t nonzeros) {
-  const int *head = heads.const_data_ptr<int>(), *slot = slots.const_data_ptr<int>();
-  bool good = true;
-  for (int64_t i = 0; i < heads.numel(); i += 4) good &= head[i] >= 0;
-  for (int64_t i = 0; i < slots.numel(); i += 3) good &= slot[i + 1] >= 0 && slot[i + 2] <= nonzeros;
-  TORCH_CHECK_VALUE(good, kTilesOp, ": expected heads and slots as csr_tiles made them of this matrix, got others");
-}
-
-Tiles empty_tiles(const Tensor& crow, const c10::SymInt& rows, int64_t tiles, int64_t panels, int64_t lanes) {
-  const c10::SymInt slices = ((rows + panels - 1) / panels + (32 / lanes - 1)) / (32 / lanes);
-  const auto ints = crow.options().dtype(at::kInt);
-  return {at::empty_symint({tiles, panels, slices, 4}, ints),
-          at::empty_symint({tiles, panels, slices * (32 / lanes), 3}, ints)};
-}
-
-template <void (*lay_out)(const Pattern&, const TileLayout&, const Tensor&, const Tensor&)>
 Tiles csr_tiles(const Tensor& crow, const Tensor& col, c10::SymInt columns, int64_t tiles, int64_t panels,
                 int64_t lanes) {
   const Pattern p = pattern_of(crow, col, {});
   const TileLayout m = layout_of(p, columns.expect_int(), tiles, panels, lanes);
   auto made = empty_tiles(crow, p.rows(), tiles, panels, lanes);
-  readable(kTilesOp, p, columns.expect_int());
-  lay_out(p, m, std::get<0>(made), std::get<1>(made));
+  lay_out_on_gpu(p, m, std::get<0>(made), std::get<1>(made));
   return made;
 }
 
-Tiles csr_tiles_meta(const Tensor& crow, const Tensor& col, c10::SymInt columns, int64_t tiles, int64_t panels,
-                     int64_t lanes) {
-  check_pattern(kTilesOp, pattern_of(crow, col, {}), crow);
-  check_cut(crow.sym_size(0) - 1, columns, tiles, panels, lanes);
-  return empty_tiles(crow, crow.sym_size(0) - 1, tiles, panels, lanes);
-}
-
-Tiles empty_entries(const Tensor& values, const c10::SymInt& steps) {
-  const c10::SymInt size = (steps + 1) * kStepNonzeros;
-  return {at::empty_symint({size}, values.options().dtype(at::kShort)), at::empty_symint({size}, values.options())};
-}
-
-template <void (*fill)(const Pattern&, const Tensor&, const TileLayout&, const Tensor&, const Tensor&, const Tensor&,
-                       const Tensor&)>
 Tiles csr_tile_entries(const Tensor& heads, const Tensor& slots, const Tensor& crow, const Tensor& col,
                        const Tensor& values, c10::SymInt columns, int64_t lanes, int64_t steps,
                        const OptionalTensor& order) {
@@ -176,41 +106,19 @@ Tiles csr_tile_entries(const Tensor& heads, const Tensor& slots, const Tensor& c
                     kTilesOp, ": expected ", p.nonzeros(), " values in Float, got ", values.sizes(), " in ",
                     values.scalar_type());
   check_steps(steps);
-  const Pattern whole = readable(kTilesOp, p, columns.expect_int());
-  if (crow.is_cpu()) validate_tiles(heads, slots, p.nonzeros());
   auto made = empty_entries(values, steps);
-  fill(whole, values.contiguous(), m, heads, slots, std::get<0>(made), std::get<1>(made));
+  fill_tiles_on_gpu(contiguous(p), values.contiguous(), m, heads, slots, std::get<0>(made), std::get<1>(made));
   return made;
 }
 
-Tiles csr_tile_entries_meta(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor& values,
-                            c10::SymInt, int64_t, int64_t steps, const OptionalTensor&) {
-  check_steps(steps);
-  return empty_entries(values, steps);
-}
-
-Tensor tiles_by_rows(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor& crow, const Tensor& col,
-                     const Tensor& values, const Tensor& dense, c10::SymInt columns, int64_t,
-                     const OptionalTensor& order, int64_t longest) {
-  return product_by_rows(crow, col, values, dense, std::move(columns), order, longest);
-}
-
-// Products that record a gradient go to csr_spmm.
-Tensor spmm_autograd(const Tensor& heads, const Tensor& slots, const Tensor& places, const Tensor& packed,
-                     const Tensor& crow, const Tensor& col, const Tensor& values, const Tensor& dense,
-                     c10::SymInt columns, int64_t lanes, const OptionalTensor& order, int64_t longest) {
-  const auto go = needs_gradient(spmm::kOp, {values, dense}) ? tiles_by_rows : SpmmTilesOp::below_autograd;
-  return go(heads, slots, places, packed, crow, col, values, dense, std::move(columns), lanes, order, longest);
-}
-
-#ifdef MATMULS_CUDA
 Tensor spmm_on_gpu(const Tensor& heads, const Tensor& slots, const Tensor& places, const Tensor& packed,
                    const Tensor& crow, const Tensor& col, const Tensor& values, const Tensor& dense,
                    c10::SymInt columns, int64_t lanes, const OptionalTensor& order, int64_t longest) {
   const Pattern p = pattern_of(crow, col, order);
   const spmm::TiledCall c{layout_of(p, columns.expect_int(), heads, lanes), heads, slots, places, packed, dense};
   if (!spmm::can_go_by_tiles(c))
-    return tiles_by_rows(heads, slots, places, packed, crow, col, values, dense, columns, lanes, order, longest);
+    return ProductByTiles::by_rows(heads, slots, places, packed, crow, col, values, dense, columns, lanes, order,
+                                   longest);
   return spmm::run_tiles(c);
 }
 #endif
@@ -242,27 +150,9 @@ TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
       "values, Tensor dense, SymInt columns, int lanes, Tensor? order=None, int longest=-1) -> Tensor",
       tags);
 }
-TORCH_LIBRARY_IMPL(custom_mm, CPU, m) {
-  m.impl("csr_tiles", csr_tiles<lay_out_on_cpu>);
-  m.impl("csr_tile_entries", csr_tile_entries<fill_tiles_on_cpu>);
-  m.impl("csr_spmm_tiles", tiles_by_rows);
-}
-#ifdef MATMULS_CUDA
-TORCH_LIBRARY_IMPL(custom_mm, CUDA, m) {
-  m.impl("csr_tiles", csr_tiles<lay_out_on_gpu>);
-  m.impl("csr_tile_entries", csr_tile_entries<fill_tiles_on_gpu>);
-  m.impl("csr_spmm_tiles", spmm_on_gpu);
-}
-#endif
-TORCH_LIBRARY_IMPL(custom_mm, Meta, m) {
-  m.impl("csr_tiles", csr_tiles_meta);
-  m.impl("csr_tile_entries", csr_tile_entries_meta);
-  m.impl("csr_spmm_tiles", tiles_by_rows);
-}
-TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) {
-  m.impl("csr_tiles", CsrTilesOp::below_autograd);
-  m.impl("csr_tile_entries", CsrTileEntriesOp::below_autograd);
-  m.impl("csr_spmm_tiles", spmm_autograd);
-}
+MATMULS_KERNELS("csr_tiles", CsrTilesOp::gpu_only, csr_tiles, csr_tiles_meta, CsrTilesOp::below_autograd)
+MATMULS_KERNELS("csr_tile_entries", CsrTileEntriesOp::gpu_only, csr_tile_entries, csr_tile_entries_meta,
+                CsrTileEntriesOp::below_autograd)
+MATMULS_KERNELS("csr_spmm_tiles", SpmmTilesOp::gpu_only, spmm_on_gpu, ProductByTiles::by_rows, ProductByTiles::autograd)
 
 }  // namespace matmuls

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._inductor.config
 
 import common.cli_cases  # noqa: F401
 from matmuls_bench import machine, operations
@@ -323,7 +324,7 @@ def compiles_dies_or_hangs(share, *_):
     time.sleep(60 * (share - 1) if share else 0)
 
 
-@pytest.mark.exhaustive(keep=1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("workers", "seconds"), [(2, 100), (1, 100), (9, 0.1)])
 def test_precompile_continues_if_a_process_fails(monkeypatch, workers, seconds):
     monkeypatch.setattr(jobs, "TABLE", (made_up(cases=(ones(4), ones(5)), bench_dtypes=REAL[:1], compiled=True),))
@@ -348,8 +349,8 @@ def test_precompile_continues_if_a_case_fails(monkeypatch, capsys):
     monkeypatch.setattr(jobs, "TABLE", (made_up(cases=cases, bench_dtypes=REAL[:1], compiled=True),))
     monkeypatch.setattr(operations.Job, "draw", lambda job: Call((torch.ones(int(job.case.label[6])),)))
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
-    monkeypatch.setattr("torch._inductor.config.compile_threads", 2)
-    with pytest.raises(SystemExit, match="1"):
+    # monkeypatch would remove the setting at its end.
+    with torch._inductor.config.patch(compile_threads=2), pytest.raises(SystemExit, match="1"):
         jobs._compile_share(0, 2, [], "cuda", [], False)
     assert compiled == [(3,), (5,), (7,)]
     told = capsys.readouterr().err

@@ -363,6 +363,7 @@ def test_the_shipped_tiles_stay_unless_others_are_faster(budget, tmp_path):
         assert tried[:2] == [e.tiles, default]
 
 
+@pytest.mark.exhaustive
 def test_nothing_is_written_if_no_trial_has_a_time(tmp_path):
     def fails(problem, tiles):
         raise Failed("is off by nan")
@@ -464,6 +465,7 @@ def test_trials_are_compiled_in_advance_and_a_crash_there_is_ignored(tmp_path):
     assert compiled == {t: t.rows != 16 for t in tried}
 
 
+@pytest.mark.exhaustive
 def test_look_up_reads_what_tune_writes(tmp_path):
     todo = tune.problems("masked_ffn", 512, 1024, [512, 8192], "float16")
     told = []

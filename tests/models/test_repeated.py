@@ -11,7 +11,9 @@ from models.test_cuda_graph_passes import REPLAYED, attend_by_starts, batch_of, 
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS  # noqa: E402
 from transformers.modeling_outputs import BaseModelOutputWithPooling  # noqa: E402
 
+from common import layout_references  # noqa: E402
 from common.model_cases import model_of  # noqa: E402
+from custom_mm import _C  # noqa: E402
 from matmuls.integrations.transformers import cuda_graph_passes, graphs, optimize, segments  # noqa: E402
 
 
@@ -66,6 +68,8 @@ def replaying(monkeypatch):
     monkeypatch.setattr(cuda_graph_passes, "can_replay", can_replay)
     monkeypatch.setattr(graphs.Graphs, "_captured", captured)
     monkeypatch.setattr(segments.Segments, "attend", attend_by_starts)
+    for name in ("pack_padded", "unpack_padded"):
+        monkeypatch.setattr(_C, name, getattr(layout_references, name))
     monkeypatch.setattr(Computed, "count", 0)
 
 
@@ -297,6 +301,8 @@ def test_a_repeated_call_takes_few_function_calls(replaying):
 
     with torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(Computed, "replay", lambda self: None)
+        patch.setattr(_C, "pack_padded", lambda *given: None)
+        patch.setattr(_C, "unpack_padded", lambda x, *given: x)
         sys.setprofile(count)
         try:
             model(**batch)

@@ -78,7 +78,7 @@ CALLS = {
 }
 
 
-@pytest.mark.exhaustive(keep=7)
+@pytest.mark.exhaustive(keep=3)
 @pytest.mark.parametrize("call", CALLS)
 def test_results_are_those_of_stock(pair, call):
     stock, ours, handle = pair
@@ -87,6 +87,7 @@ def test_results_are_those_of_stock(pair, call):
     assert (handle.tokens > before) == (call != "everything")  # which stock computes
 
 
+@pytest.mark.exhaustive(keep=1)
 @pytest.mark.parametrize("method", ["encode_query", "encode_document"])
 def test_queries_and_documents(pair, method):
     stock, ours, handle = pair
@@ -353,6 +354,7 @@ def test_an_exception_of_the_tokenizer_reaches_the_caller(tmp_path, device, monk
     assert all(name.startswith("matmuls-tokenizer") for name in threads)
 
 
+@pytest.mark.exhaustive
 def test_threads_encode_at_once(pair):
     stock, ours, _ = pair
     parts = [PROSE[n : n + 20] for n in range(8)]
@@ -376,7 +378,7 @@ def test_a_pool_of_processes_runs_the_optimized_model(pair):
     assert handle.tokens > before
 
 
-@pytest.mark.exhaustive(keep=1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "call",
     [

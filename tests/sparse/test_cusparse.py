@@ -294,6 +294,7 @@ print("survived", seen)
 """
 
 
+@pytest.mark.exhaustive
 def test_hostile_parts_never_crash():
     """Random parts give a correct result or an error that names them; runs in a separate process."""
     run = subprocess.run([sys.executable, "-c", FUZZ], capture_output=True, text=True, timeout=500)

@@ -50,6 +50,7 @@ def test_b_of_more_elements(device):
     torch.testing.assert_close(values.grad.double(), expected, rtol=2**-6, atol=2**-6)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.gpu_memory(16)
 def test_a_result_of_more_elements(device):
     needs(device, 12)
@@ -67,6 +68,7 @@ def test_a_result_of_more_elements(device):
         assert not y[65535:65537].any()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.gpu_memory(90)
 def test_more_nonzeros(device):
     """Nearly all in the first column, repeatedly, and only a few of them not 0."""

@@ -149,16 +149,19 @@ def became_of(name, mode):
     return dict(line.split("\t") for line in run.stdout.splitlines())[name]
 
 
+@pytest.mark.exhaustive(keep=1)
 @every_operation
 def test_every_operation_returns_in_a_forked_child(name):
     assert became_of(name, "fork") == "right"
 
 
+@pytest.mark.exhaustive(keep=1)
 @every_operation
 def test_every_operation_raises_without_memory_and_works_afterwards(name):
     assert became_of(name, "starve") == "right"
 
 
+@pytest.mark.exhaustive(keep=1)
 @every_operation
 def test_every_operation_runs_in_several_threads_at_once(name):
     assert became_of(name, "threads") == "right"
@@ -269,6 +272,7 @@ def test_any_thread_may_fork_while_others_work():
     assert (run.returncode, run.stderr) == (0, ""), run.stderr
 
 
+@pytest.mark.exhaustive
 def test_forks_leak_nothing():
     run = python(
         """

@@ -57,6 +57,7 @@ def test_the_same_results_make_the_same_pages(made):
     assert {path: plot.data for path, plot in again.plots.items()} == {p: plot.data for p, plot in made.plots.items()}
 
 
+@pytest.mark.exhaustive
 def test_check_names_a_page_whose_result_changed_and_the_command(copied):
     file = copied / "benchmarks/results/bert-cuda.json"
     content = json.loads(file.read_text())
@@ -135,6 +136,7 @@ def test_files_without_times_as_called_say_gpu_time(made):
     assert "16-bit, GPU time, 8 cases" in made.texts[ROOT / "README.md"]
 
 
+@pytest.mark.exhaustive
 def test_a_page_that_is_made_no_more_is_removed(copied):
     old = copied / "docs/performance/old.md"
     old.write_text("old\n")

@@ -228,6 +228,7 @@ def test_16_bit_results_are_as_accurate_as_eager(dtype, device):
         assert error("custom_mm") <= 2 * error("eager")
 
 
+@pytest.mark.exhaustive(keep=1)
 @pytest.mark.parametrize("way", ["custom_mm", "again"])
 @pytest.mark.parametrize("probabilities", [False, True], ids=["", "probabilities"])
 def test_compiles_without_graph_breaks(way, probabilities, device):

@@ -176,6 +176,7 @@ main()
     assert run.stderr == f"matmuls: {package}: not installed; run: {remedy}\n"
 
 
+@pytest.mark.exhaustive
 def test_info_runs_where_matmuls_cannot_be_imported():
     """As with another torch than it was built with."""
     code = """

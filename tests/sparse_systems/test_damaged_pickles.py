@@ -19,6 +19,7 @@ from matmuls.sparse.plan import SparsePlan
 SCRIPT = Path(__file__).with_name("damaged_plans.py")
 
 
+@pytest.mark.exhaustive
 def test_damaged_pickles_are_refused_or_right(tmp_path):
     log = tmp_path / "log"
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -171,6 +171,7 @@ def test_the_size_is_known_before(device):
             function(a, a, max_nnz=5)
 
 
+@pytest.mark.exhaustive
 def test_more_nonzeros_than_int32_reaches_is_an_error_before_the_allocation(device):
     n = 50000  # a full result would have 2.5e9 nonzeros
     column = torch.sparse_csr_tensor(torch.arange(n + 1).int(), torch.zeros(n).int(), torch.ones(n), (n, 1)).to(device)

@@ -155,7 +155,7 @@ def test_every_operation_returns_in_a_forked_child(name):
     assert became_of(name, "fork") == "right"
 
 
-@pytest.mark.exhaustive(keep=1)
+@pytest.mark.exhaustive
 @every_operation
 def test_every_operation_raises_without_memory_and_works_afterwards(name):
     assert became_of(name, "starve") == "right"
@@ -243,6 +243,7 @@ def test_a_child_of_a_process_without_started_threads_uses_all():
     assert (run.returncode, run.stderr) == (0, ""), run.stderr
 
 
+@pytest.mark.exhaustive
 def test_any_thread_may_fork_while_others_work():
     run = python(
         """
@@ -299,6 +300,7 @@ def test_forks_leak_nothing():
     assert (run.returncode, run.stderr) == (0, ""), run.stderr
 
 
+@pytest.mark.exhaustive
 def test_data_loader_workers_made_by_fork():
     run = python(
         """

@@ -43,7 +43,7 @@ def l2_bytes(device: torch.device) -> int:
 
 def graph_of(calls: Sequence[Run]) -> torch.cuda.CUDAGraph:
     """The calls in sequence as a CUDA graph, warmed up first. Replaying it has no launch gaps and no host time."""
-    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for call in (*calls[:2], *calls[:1]):
@@ -86,7 +86,7 @@ def time_on_gpu(rivals: Sequence[Sequence[Run]], budget: float = 0.4, restore: R
         end.record()
 
     def event() -> torch.cuda.Event:
-        return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        return torch.cuda.Event(enable_timing=True)
 
     start, end = event(), event()
     start.record()
@@ -136,12 +136,12 @@ def _around_two(run: Run) -> tuple[torch.cuda.Event, torch.cuda.Event]:
     longer sleep, up to twice. A call that synchronizes with the GPU exhausts these attempts.
     """
     for cycles in (300_000, 1_200_000, 4_800_000):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(cycles)
         start.record()
         run(), run()
         end.record()
-        if not start.query():  # type: ignore[no-untyped-call]
+        if not start.query():
             break
     return start, end
 

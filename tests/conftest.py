@@ -24,14 +24,11 @@ left_out: Counter[str] = Counter()  # of a short run: "left out" and "all", the 
 
 def pytest_addoption(parser):
     parser.addoption("--exhaustive", action="store_true", help="run also what `pytest` alone leaves out")
-    parser.addoption("--short", action="store_true", help="leave out of the named tests what `pytest` alone leaves out")
 
 
 def _names_tests(config):
-    """Whether the command names tests: by a path, -k, -m, --lf or --exhaustive, and without --short."""
+    """Whether the command names tests: by a path, -k, -m, --lf or --exhaustive."""
     option = config.option
-    if option.short:
-        return False
     by_options = option.exhaustive or option.keyword or option.markexpr != NOT_NAMED or getattr(option, "lf", False)
     return config.args_source is config.ArgsSource.ARGS or bool(by_options)
 

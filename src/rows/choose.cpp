@@ -246,26 +246,24 @@ RowTraits traits_of(const RowFacts& f, RowForm form) {
 bool is_compiled(const RowFacts& f, const RowChoice& c) {
   const RowTraits t = traits_of(f, c.form);
   const auto has = [&](const auto& list) { return std::ranges::any_of(list, [&](const auto& k) { return is(k, c); }); };
-  const bool general = !t.whole_rows || (!c.unaligned && c.elements > 1);
+  if (!has_kernel(t, c.kernel, c.unaligned)) return false;
   switch (c.kernel) {
     case RowKernel::one_pass:
     case RowKernel::persistent:
-      return general && has(kGeneralVectors) && t.has_vectors(c.scope, c.elements, c.unaligned, c.vectors) &&
+      return (!t.whole_rows || c.elements > 1) && has(kGeneralVectors) &&
+             t.has_vectors(c.scope, c.elements, c.unaligned, c.vectors) &&
              (c.kernel == RowKernel::one_pass ? t.has_one_pass(c.scope, c.unaligned)
                                               : t.has_persistent(c.scope, c.unaligned));
-    case RowKernel::reread: return general;
-    case RowKernel::even_rows: return c.unaligned ? t.unaligned_warps && has(kUnalignedEven) : has(t.even);
-    case RowKernel::nearly_even: return !(c.unaligned && t.constants > 0) && has(t.nearly_even);
-    case RowKernel::two_pass: return t.two_pass && has(two_pass_kernels(t));
-    case RowKernel::cluster:
-      return (c.unaligned ? t.unaligned_cluster : t.clusters(c.elements)) && has(cluster_vectors(t));
-    case RowKernel::persistent_unaligned:
-      return t.persistent_unaligned() && has(persistent_unaligned_vectors(t, c.scope));
+    case RowKernel::reread: return !t.whole_rows || c.elements > 1;
+    case RowKernel::even_rows: return c.unaligned ? has(kUnalignedEven) : has(t.even);
+    case RowKernel::nearly_even: return has(t.nearly_even);
+    case RowKernel::two_pass: return has(two_pass_kernels(t));
+    case RowKernel::cluster: return (c.unaligned || t.clusters(c.elements)) && has(cluster_vectors(t));
+    case RowKernel::persistent_unaligned: return has(persistent_unaligned_vectors(t, c.scope));
     case RowKernel::staged:
-      return t.staged > 0 && std::ranges::any_of(kStaged, [&](const StagedRow& k) {
-               return is(k, c) && has_staged(t, staged_columns(t, t.staged), k);
-             });
-    case RowKernel::direct: return has_direct(t) && has(kDirect);
+      return std::ranges::any_of(
+          kStaged, [&](const StagedRow& k) { return is(k, c) && has_staged(t, staged_columns(t, t.staged), k); });
+    case RowKernel::direct: return has(kDirect);
     default: return true;  // one instance each
   }
 }

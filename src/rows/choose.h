@@ -91,6 +91,25 @@ struct RowChoice {
   int teams = 0;                              // norm_backward_stream: of blocks that share a row
 };
 
+// True if a kernel is compiled for an operation, by its traits: for unaligned rows, or for aligned ones.
+constexpr bool has_kernel(const RowTraits& t, RowKernel kernel, bool unaligned) {
+  switch (kernel) {
+    case RowKernel::even_rows: return unaligned ? t.unaligned_warps : !t.even.empty();
+    case RowKernel::nearly_even: return !t.nearly_even.empty() && !(unaligned && t.constants > 0);
+    case RowKernel::cluster: return unaligned ? t.unaligned_cluster : t.clusters(t.elements_of_vector());
+    case RowKernel::two_pass: return unaligned && t.two_pass;
+    case RowKernel::staged: return unaligned && t.staged > 0;
+    case RowKernel::direct: return unaligned && has_direct(t);
+    case RowKernel::persistent_unaligned: return unaligned && t.persistent_unaligned();
+    case RowKernel::norm_backward_stream:
+    case RowKernel::column_sums: return true;  // launched by norm_backward alone
+    case RowKernel::one_pass:
+    case RowKernel::persistent:
+    case RowKernel::reread: return !unaligned || !t.whole_rows;
+  }
+  return false;
+}
+
 // True if an instance of its kernel is that of the choice.
 inline bool is(int vectors, const RowChoice& c) { return vectors == c.vectors; }
 inline bool is(const EvenRows& k, const RowChoice& c) {

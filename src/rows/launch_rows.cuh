@@ -58,31 +58,26 @@ template <class Op, bool unaligned, class Use>
 void with_kernel_of(const RowChoice& c, const Use& use) {
   static constexpr RowTraits t = Op::kTraits;
   constexpr int V = t.elements_of_vector();
-  if constexpr (unaligned ? t.unaligned_warps : !t.even.empty())
+  if constexpr (has_kernel(t, RowKernel::even_rows, unaligned))
     if (c.kernel == RowKernel::even_rows) return with_even_rows<Op, unaligned>(c, use);
-  if constexpr (!t.nearly_even.empty() && !(unaligned && t.constants > 0))
+  if constexpr (has_kernel(t, RowKernel::nearly_even, unaligned))
     if (c.kernel == RowKernel::nearly_even) return with_nearly_even<Op, unaligned>(c, use);
-  if constexpr (unaligned ? t.unaligned_cluster : t.clusters(V))
+  if constexpr (has_kernel(t, RowKernel::cluster, unaligned))
     if (c.kernel == RowKernel::cluster) return with_cluster<Op, unaligned>(c, use);
-  if constexpr (unaligned) {
-    if constexpr (t.two_pass)
-      if (c.kernel == RowKernel::two_pass) return with_two_pass<Op>(c, use);
-    if constexpr (t.staged > 0)
-      if (c.kernel == RowKernel::staged) return with_staged<Op>(c, use);
-    if constexpr (has_direct(t))
-      if (c.kernel == RowKernel::direct) return with_direct<Op>(c, use);
-    if constexpr (t.persistent_unaligned())
-      if (c.kernel == RowKernel::persistent_unaligned) return with_persistent_unaligned<Op>(c, use);
-  }
-  if constexpr (!t.whole_rows) {
-    if constexpr (!unaligned)
-      if (c.elements == 1) return with_general<Op, 1, false>(c, use);
+  if constexpr (has_kernel(t, RowKernel::two_pass, unaligned))
+    if (c.kernel == RowKernel::two_pass) return with_two_pass<Op>(c, use);
+  if constexpr (has_kernel(t, RowKernel::staged, unaligned))
+    if (c.kernel == RowKernel::staged) return with_staged<Op>(c, use);
+  if constexpr (has_kernel(t, RowKernel::direct, unaligned))
+    if (c.kernel == RowKernel::direct) return with_direct<Op>(c, use);
+  if constexpr (has_kernel(t, RowKernel::persistent_unaligned, unaligned))
+    if (c.kernel == RowKernel::persistent_unaligned) return with_persistent_unaligned<Op>(c, use);
+  if constexpr (!t.whole_rows && !unaligned)
+    if (c.elements == 1) return with_general<Op, 1, false>(c, use);
+  if constexpr (has_kernel(t, RowKernel::one_pass, unaligned))
     with_general<Op, V, unaligned>(c, use);
-  } else if constexpr (!unaligned) {
-    with_general<Op, V, false>(c, use);
-  } else {
+  else
     not_compiled(c);
-  }
 }
 
 // Hands the kernel of a choice to `use`: one of those that Op's traits say are compiled.

@@ -102,7 +102,7 @@ struct RowTraits {
 // Rows with any mask: the most columns that are staged.
 constexpr int kStagedMaskedColumns = 800;
 
-constexpr int kFourToFive[] = {5}, kThreeToFour[] = {3, 4}, kFiveToEight[] = {5, 6, 7, 8};
+constexpr int kFives[] = {5}, kThreeToFour[] = {3, 4}, kFiveToEight[] = {5, 6, 7, 8};
 // Masked rows by vectors. Those of 16-bit elements take twice the registers.
 constexpr int kMasked2[] = {3, 4, 5, 6}, kMasked4[] = {3, 4, 5, 8};
 constexpr EvenRows kHalf2[] = {{2, 8, true}};
@@ -199,7 +199,7 @@ constexpr RowTraits norm_traits(int element, bool rms, bool residual) {
                   : residual     ? std::span<const EvenRows>(kThrees)
                   : rms          ? std::span<const EvenRows>()
                                  : std::span<const EvenRows>(kEvenLayerNorm),
-          .nearly_even = element == 4   ? std::span<const int>(kFourToFive, !residual)
+          .nearly_even = element == 4   ? std::span<const int>(kFives, !residual)
                          : element == 8 ? std::span<const int>()
                          : residual     ? std::span<const int>(kThreeToFour)
                                         : std::span<const int>(kFiveToEight),

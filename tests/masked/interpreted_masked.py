@@ -136,7 +136,6 @@ TILES = [
 ]
 
 
-@pytest.mark.exhaustive(keep=2)
 @pytest.mark.parametrize("tiles", TILES, ids=str)
 def test_every_field_of_a_configuration(tiles, monkeypatch):
     """Sizes that are multiples of the tiles and sizes that are not, with TMA as well, which the interpreter
@@ -153,7 +152,6 @@ def test_every_field_of_a_configuration(tiles, monkeypatch):
             compare(lambda *args, p=mask: masked_ffn(*args, p), x, *weights)
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("tiles", TILES[1:3] + TILES[4:5], ids=str)
 def test_last_wave_split_along_k(tiles, through_the_kernels, monkeypatch):
     """Tiles left for the last wave of four programs, of which some masks have one or two: split along K, with tails."""
@@ -212,7 +210,6 @@ def test_nan_stays_with_its_expert(tiles, monkeypatch):
     assert w2.grad.isfinite().all()
 
 
-@pytest.mark.exhaustive
 def test_gradients_of_sorted_copies(through_the_kernels, monkeypatch):
     """The path of many rows on sm_90: the product for x's gradient also copies both operands in the plan's order."""
     monkeypatch.setattr(kernels, "LITTLE", 0)
@@ -225,7 +222,6 @@ def test_gradients_of_sorted_copies(through_the_kernels, monkeypatch):
     assert "sorted_weights_kernel" in through_the_kernels
 
 
-@pytest.mark.exhaustive(keep=1)
 @pytest.mark.parametrize("m", [33, 64, 100, 128])
 def test_gradients_of_few_rows(m, through_the_kernels, monkeypatch):
     """One wave of tiles for any mask, remaining rows in strips; weight gradients from sorted copies."""

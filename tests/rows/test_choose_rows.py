@@ -88,7 +88,7 @@ def test_every_choice_is_that_of_the_launchers_before():
     assert not wrong, f"{len(wrong)} differ, the first: {wrong[:3]}"
 
 
-# Where kernels take over from one another: few times a power of two, as vectors of 16 bytes divide among threads.
+# Columns around the choosers' thresholds, which are 1 to 33 times a power of two: vectors of 16 bytes per thread.
 EDGES = sorted({n * 2**p + d for n in range(1, 34) for p in range(18) for d in (-1, 0, 1)} - {0})
 OPTIONS = {
     "softmax": {},

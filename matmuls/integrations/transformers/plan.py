@@ -35,7 +35,7 @@ EPILOGUES: dict[type, Activation] = {  # activations in `matmul`'s epilogue; any
 
 
 class _Norm(Protocol):
-    """What layers read of nn.LayerNorm and of transformers' RMS norms, which have another name for eps."""
+    """The attributes of a norm that layers read, by nn.LayerNorm's names. transformers' RMS norms rename eps."""
 
     weight: Tensor
     bias: Tensor | None

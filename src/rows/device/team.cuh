@@ -135,7 +135,7 @@ struct Team {
   // For a team without rows: other blocks of the cluster still wait for its arrival.
   __device__ void leave() {
 #if __CUDA_ARCH__ >= 900
-    if (scope == Scope::cluster && posted == 0) ptx::cluster_wait();
+    if (scope == Scope::cluster && published == 0) ptx::cluster_wait();
 #endif
   }
 
@@ -144,14 +144,14 @@ struct Team {
   // the expected bytes. A cluster barrier would also wait for the stores of the previous row: 2 us per row, where this
   // takes a fraction of one.
   //
-  // Four buffers suffice. A block posts merge n after it has collected merge n - 2. By then all blocks have posted n -
-  // 2, hence collected n - 4, whose buffer n reuses. A block may publish a merge before it has collected the previous
-  // one. No block exits before it has received everything sent to it.
+  // Four buffers suffice. A block publishes merge n after it has collected merge n - 2. By then all blocks have
+  // published n - 2, hence collected n - 4, whose buffer n reuses. A block may publish a merge before it has collected
+  // the previous one. No block exits before it has received everything sent to it.
   template <class State>
   __device__ void publish(const State& state) {
     const unsigned blocks = ptx::cluster_blocks();
-    const int phase = posted % kPhases;
-    if (posted++ == 0) ptx::cluster_wait();
+    const int phase = published % kPhases;
+    if (published++ == 0) ptx::cluster_wait();
     if (threadIdx.x == 0)
       ptx::mbarrier_arrive_expect_tx(mbarrier(phase), static_cast<unsigned>(blocks * sizeof(Message<State>)));
     if (threadIdx.x < blocks) {
@@ -166,8 +166,8 @@ struct Team {
   // For clusters of one block: st.async needs two or more.
   template <class State>
   __device__ void post_to_itself(const State& state) {
-    const int phase = posted % kPhases;
-    if (posted++ == 0) ptx::cluster_wait();
+    const int phase = published % kPhases;
+    if (published++ == 0) ptx::cluster_wait();
     if (threadIdx.x != 0) return;
     messages<State>(phase)[0].state = state;
     ptx::mbarrier_arrive(mbarrier(phase));
@@ -185,7 +185,7 @@ struct Team {
 
  private:
   static constexpr int kPhases = 4;
-  int posted = 0, collected = 0;
+  int published = 0, collected = 0;
 
   template <class State>
   union Message {

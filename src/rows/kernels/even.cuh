@@ -1,6 +1,7 @@
-// What the kernels for evenly divided rows share (even_rows, nearly_even): no branch tests whether a
-// vector exists, and addresses are a register plus an immediate. That halves the instructions of one_pass, which limit
-// 16-bit layer norm (8192 columns: 15 instructions per column against 34, 0.94 of a copy against 0.85).
+// Reads the constants and merges the warps of even_rows and nearly_even, whose rows divide evenly among the threads: no
+// branch tests whether a vector exists, and addresses are a register plus an immediate. That halves the instructions of
+// one_pass, which limit 16-bit layer norm (8192 columns: 15 instructions per column against 34, 0.94 of a copy against
+// 0.85).
 #pragma once
 
 #include "rows/device/operation.cuh"

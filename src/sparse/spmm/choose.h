@@ -11,6 +11,8 @@
 // Kernels that are switched off (glue/kernel_switch.h) are passed over.
 #pragma once
 
+#include <algorithm>
+#include <array>
 #include <cstdint>
 #include <optional>
 #include <span>
@@ -66,47 +68,37 @@ struct RowsKernel {
   }
 };
 constexpr RowsKernel kRowsByElements[] = {{4, 1, 1, 4}, {8, 1, 1, 8}, {32, 1, 1, 8}};
-constexpr RowsKernel kRows2[] = {{4, 1, 1, 4},
-                                 {8, 1, 1, 8},
-                                 {16, 1, 1, 8},
-                                 {32, 1, 1, 8},
-                                 {4, 8, 1, 4},
-                                 {8, 4, 1, 4},
-                                 {8, 1, 2, 4},
-                                 {16, 2, 1, 8},
-                                 {16, 2, 2, 4},
-                                 {16, 1, 2, 4},
-                                 {32, 1, 2, 4},
-                                 {4, 4, 1, 4},
-                                 {16, 2, 1, 4, true},
-                                 {4, 1, 1, 4, false, 4},
-                                 {8, 1, 1, 8, false, 3},
-                                 {16, 1, 1, 4, false, 4},
-                                 {32, 1, 1, 4, false, 4},
-                                 {32, 1, 2, 4, false, 3}};
-constexpr RowsKernel kRows4[] = {{4, 1, 1, 4},
-                                 {8, 1, 1, 8},
-                                 {16, 1, 1, 8},
-                                 {32, 1, 1, 8},
-                                 {4, 8, 1, 4},
-                                 {8, 4, 1, 4},
-                                 {8, 1, 2, 4},
-                                 {16, 2, 1, 8},
-                                 {16, 2, 2, 4},
-                                 {16, 1, 2, 4},
-                                 {32, 1, 2, 4},
-                                 {4, 1, 1, 4, false, 4},
-                                 {8, 1, 1, 8, false, 3},
-                                 {16, 1, 1, 4, false, 4},
-                                 {32, 1, 1, 4, false, 4},
-                                 {32, 1, 2, 2, false, 4}};
-constexpr RowsKernel kRows8[] = {{4, 1, 1, 4}, {8, 1, 1, 8}, {16, 1, 1, 8}, {32, 1, 1, 8}};  // fewer, to compile less
+// By vectors; 64-bit types have the first four alone, to compile fewer kernels.
+constexpr std::array<RowsKernel, 15> kRowsByVectors = {{{4, 1, 1, 4},
+                                                        {8, 1, 1, 8},
+                                                        {16, 1, 1, 8},
+                                                        {32, 1, 1, 8},
+                                                        {4, 8, 1, 4},
+                                                        {8, 4, 1, 4},
+                                                        {8, 1, 2, 4},
+                                                        {16, 2, 1, 8},
+                                                        {16, 2, 2, 4},
+                                                        {16, 1, 2, 4},
+                                                        {32, 1, 2, 4},
+                                                        {4, 1, 1, 4, false, 4},
+                                                        {8, 1, 1, 8, false, 3},
+                                                        {16, 1, 1, 4, false, 4},
+                                                        {32, 1, 1, 4, false, 4}}};
+// kRowsByVectors and those of one element size.
+template <size_t n>
+constexpr auto with_rows_by_vectors(const RowsKernel (&own)[n]) {
+  std::array<RowsKernel, kRowsByVectors.size() + n> all{};
+  std::ranges::copy(own, std::ranges::copy(kRowsByVectors, all.begin()).out);
+  return all;
+}
+constexpr auto kRows2 = with_rows_by_vectors({{4, 4, 1, 4}, {16, 2, 1, 4, true}, {32, 1, 2, 4, false, 3}});
+constexpr auto kRows4 = with_rows_by_vectors({{32, 1, 2, 2, false, 4}});
 // Those that are compiled for a dtype.
 constexpr std::span<const RowsKernel> rows_kernels(int element_bytes, bool vectors) {
   if (!vectors) return kRowsByElements;
-  return element_bytes == 2   ? std::span<const RowsKernel>(kRows2)
-         : element_bytes == 4 ? std::span<const RowsKernel>(kRows4)
-                              : std::span<const RowsKernel>(kRows8);
+  if (element_bytes == 2) return kRows2;
+  if (element_bytes == 4) return kRows4;
+  return std::span(kRowsByVectors).first(4);
 }
 inline bool is_compiled(const ProductFacts& f, const RowsChoice& c) {
   for (const RowsKernel& k : rows_kernels(f.element_bytes, f.vectors))

@@ -1,5 +1,4 @@
-// What the operators of a layout share that only GPU kernels read: their registration, and products by csr_spmm
-// instead.
+// SpmmByLayout: kernels of products by a layout of A that only GPU kernels read, which call csr_spmm instead.
 #pragma once
 
 #include "sparse/ops.h"
